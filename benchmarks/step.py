@@ -23,9 +23,9 @@ from onchip.cli.bench.measure import seconds, synchronize
 from onchip.engine.sampler import LogitEdits, SamplerOutput, SamplingMetadata, sample
 from onchip.kvcache import KVCache, PagedBatch
 from onchip.models import Decoder, ModelConfig, positions_of, random_model
-from onchip.models.decoder import Paged, add_norm, embed
+from onchip.models.decoder import PagedAttend, add_norm, embed
 from onchip.models.pointwise import gated_activation
-from onchip.models.rotary import turns
+from onchip.models.rotary import cos_sin
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -118,7 +118,7 @@ class Setup:
         """Positions, rotations and embeddings, once for all layers."""
         positions = positions_of(self.batch)
         embed(self.tokens, self.model.embed, self.model.config.embedding_scale)
-        return [turns(rotary, positions) for rotary in self.model.rotaries]
+        return [cos_sin(rotary, positions) for rotary in self.model.rotaries]
 
     def norms(self) -> None:
         x = y = self._wide("hidden")
@@ -138,7 +138,7 @@ class Setup:
     def place(self) -> None:
         """Norms of the heads, rotations and page writes."""
         for block in self._blocks:
-            block.attention.write(self._wide("qkv"), self._turned, self._paged)
+            block.attention.write(self._wide("qkv"), self._rope, self._paged)
 
     def attention(self) -> None:
         q = self._wide("heads").unflatten(-1, (self.model.config.num_heads, -1))
@@ -160,12 +160,12 @@ class Setup:
         return list(self.model.layers)
 
     @property
-    def _paged(self) -> Paged:
-        return Paged(self.batch, self.cache)
+    def _paged(self) -> PagedAttend:
+        return PagedAttend(self.batch, self.cache)
 
     @cached_property
-    def _turned(self) -> list[tuple[Tensor, Tensor]]:
-        return [turns(rotary, positions_of(self.batch)) for rotary in self.model.rotaries]
+    def _rope(self) -> list[tuple[Tensor, Tensor]]:
+        return [cos_sin(rotary, positions_of(self.batch)) for rotary in self.model.rotaries]
 
     @cached_property
     def _logits(self) -> Tensor:

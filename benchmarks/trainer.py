@@ -14,8 +14,8 @@ from torch import Tensor
 
 from onchip.core.machine import has_fast_matmul
 from onchip.models import Decoder, ModelConfig, random_model
-from onchip.models.decoder import Block, Turns, add_norm, embed, optional
-from onchip.models.rotary import rotate, turns
+from onchip.models.decoder import Block, Rope, add_norm, embed, optional
+from onchip.models.rotary import cos_sin, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (tokens, heads, head_dim) -> out
 
@@ -29,14 +29,14 @@ class Batch(NamedTuple):
     targets: Tensor
 
 
-def before(block: Block, x: Tensor, y: Tensor | None, turned: Turns) -> tuple[Tensor, ...]:
+def before(block: Block, x: Tensor, y: Tensor | None, rope: Rope) -> tuple[Tensor, ...]:
     """The residual stream, and q, k, v."""
     x, normed = add_norm(x, y, block.attention_norm)
     layer = block.attention
     q, k, v = layer.qkv(normed).unflatten(-1, (-1, layer.head_dim)).split(layer.heads, dim=-2)
     q, k = optional(layer.q_norm, q), optional(layer.k_norm, k)
-    if layer.turned is not None:
-        q, k = rotate(q, *turned[layer.turned]), rotate(k, *turned[layer.turned])
+    if layer.rope_index is not None:
+        q, k = rotate(q, *rope[layer.rope_index]), rotate(k, *rope[layer.rope_index])
     return x, q, k, v
 
 
@@ -87,10 +87,10 @@ class Trainer:
             x = embed(batch.tokens, model.embed, model.config.embedding_scale)
             if model.positions is not None:
                 x = x + F.embedding(batch.positions, model.positions)
-            turned = [turns(rotary, batch.positions) for rotary in model.rotaries]
+            rope = [cos_sin(rotary, batch.positions) for rotary in model.rotaries]
             y = None
             for block in model.layers:
-                x, q, k, v = self.before(block, x, y, turned)
+                x, q, k, v = self.before(block, x, y, rope)
                 x, y = self.after(block, x, attend(q, k, v))
             return self.loss(model, x, y, batch)
 

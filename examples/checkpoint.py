@@ -1,8 +1,8 @@
-"""A training run in one safetensors file: weights, optimizer, and what else it needs; and where it
-ran.
+"""Checkpoint a training run in one safetensors file: weights, optimizer, other tensors, and the
+machine it ran on.
 
-Written into a new file that then takes the old one's place, so that there is a whole one at any
-time. Restoring gives the very bits that were saved.
+The file is written under a new name and then replaces the old one, so a complete file exists at any
+time. Restoring gives exactly the saved bits.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ def save(file: Path, model: nn.Module, optimizer: Optimizer, **others: Tensor) -
 
 
 def where(device: torch.device) -> dict[str, str | None]:
-    """The device by name, torch, the commit and the date, as of a benchmark."""
+    """The device's name, torch's version, the commit and the date, as in benchmark results."""
     told = meta()
     facts = {name: told[name] for name in ("device", "torch", "commit", "date")}
     if device.type == "cuda":
@@ -35,7 +35,7 @@ def where(device: torch.device) -> dict[str, str | None]:
 
 @torch.no_grad()
 def restore(file: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """What was saved beside model and optimizer; those get back what they had."""
+    """Restore model and optimizer in place; returns the other saved tensors."""
     mapped, entries = safetensors.map_file(file), safetensors.header(file)
     tensors = {name: safetensors.read(entry, mapped).clone() for name, entry in entries.items()}
     for name, weight in model.named_parameters():

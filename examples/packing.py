@@ -1,5 +1,5 @@
-"""Packed batches of text: pieces of documents, one after another, as `onchip.varlen_attention`
-takes them. examples/train_lm.py trains on them.
+"""Packed batches of text: pieces of documents, one after another, for `onchip.varlen_attention`.
+examples/train_lm.py trains on them.
 """
 
 import lzma
@@ -14,12 +14,12 @@ from torch import Tensor
 from onchip.engine.tokenizer import ByteTokenizer
 
 TEXT = Path(__file__).with_name("data") / "kjv.txt.xz"
-HELD_OUT = 20  # of so many chapters one is never trained on
+HELD_OUT = 20  # one of so many chapters is held out of training
 EOS = ByteTokenizer.EOS
 
 
 class Corpus(NamedTuple):
-    """Chapters in one piece, each followed by the end token. ends: where those are."""
+    """Concatenated chapters, each followed by the end token. ends: the positions of end tokens."""
 
     tokens: Tensor
     ends: Tensor
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
 
 def read_corpora() -> tuple[Corpus, Corpus]:
-    """What is trained on, and what is not."""
+    """The training corpus and the held-out corpus."""
     chapters = lzma.decompress(TEXT.read_bytes()).decode().split("\n\n")
     aside = lambda i: i % HELD_OUT == HELD_OUT // 2
     kept = lambda held: [c for i, c in enumerate(chapters) if aside(i) == held]
@@ -49,8 +49,8 @@ def read_corpora() -> tuple[Corpus, Corpus]:
 
 
 def pack(corpus: Corpus, starts: Tensor, context: int, total: int) -> Batch:
-    """`total` tokens of the pieces that begin at `starts`, each until `context` or its chapter is
-    full. A piece that has no room is empty: shapes do not depend on lengths.
+    """`total` tokens of the pieces that begin at `starts`; each ends after `context` tokens or with
+    its chapter. Pieces that do not fit are empty: shapes do not depend on lengths.
     """
     lengths = (corpus.ends[torch.searchsorted(corpus.ends, starts)] - starts).clamp(max=context)
     cu = F.pad(lengths.cumsum(0).clamp(max=total), (1, 0))
@@ -61,15 +61,15 @@ def pack(corpus: Corpus, starts: Tensor, context: int, total: int) -> Batch:
 
 
 def training_batch(corpus: Corpus, context: int, total: int, seed: int, step: int) -> Batch:
-    """A function of its arguments: nothing about randomness is left to be saved."""
+    """A pure function of its arguments, so a checkpoint needs no random state."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % (1 << 32))
-    pieces = 4 * total // context + 16  # their mean is more than half of the context
+    pieces = 4 * total // context + 16  # their mean length is more than half the context
     starts = torch.randint(len(corpus.tokens), (pieces,), generator=generator)
     return pack(corpus, starts, context, total)
 
 
 def cover(corpus: Corpus, context: int) -> Iterator[Batch]:
-    """Every byte once: chapters cut into pieces of the context."""
+    """Every byte once: chapters cut into pieces of `context` tokens."""
     begins = F.pad(corpus.ends[:-1] + 1, (1, 0))
     for begin, end in zip(begins.tolist(), corpus.ends.tolist(), strict=True):
         yield pack(corpus, torch.arange(begin, end, context), context, end - begin)

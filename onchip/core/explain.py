@@ -45,7 +45,7 @@ class PrefixSharing(NamedTuple):
     times of both.
     """
 
-    plan: cascade.Plan
+    plan: cascade.CascadePlan
     plain_bytes: int
     cascade_bytes: int
     plain_s: float
@@ -380,7 +380,7 @@ def _plan(
     lengths: Sequence[tuple[int, int]],
     model: prefixes.Costs,
     max_levels: int = cascade.MAX_LEVELS,
-) -> cascade.Plan | None:
+) -> cascade.CascadePlan | None:
     """The cascade of the call. None if a sequence has more queries than keys: then its tables
     cannot be shared.
     """
@@ -398,7 +398,7 @@ def _sharing(
     x: Tensors,
     lengths: Sequence[tuple[int, int]],
     pages: PageReads,
-    shared: cascade.Plan,
+    shared: cascade.CascadePlan,
     model: prefixes.Costs,
 ) -> PrefixSharing:
     moved = prefixes.moved(x.q, x.k, x.v)

@@ -32,7 +32,7 @@ from onchip.core.state import merge_out_lse
 from onchip.cost.prefixes import costs
 from onchip.fold import cascade, offload
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import DeferredMask, DeferredRule
+from onchip.masks.deferred import DeferredMask, DeferredRule
 
 UNBOUNDED: Window = (None, None)
 
@@ -234,7 +234,7 @@ def cascade_attention(
     *,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
-    plan: cascade.Plan | None = None,
+    plan: cascade.CascadePlan | None = None,
     cu_seqlens_q: Tensor | None = None,
     causal: bool = True,
     softmax_scale: float | None = None,
@@ -295,7 +295,7 @@ class _PreparedCall(NamedTuple):
     kernel: str | None  # the argument `kernel` of the call
 
 
-def _attend_at_once(own: cascade.Call, level: cascade.Call) -> list[Any] | None:
+def _attend_at_once(own: cascade.AttendCall, level: cascade.AttendCall) -> list[Any] | None:
     """Run two paged calls at once, each on some of the processors; return (out, lse) of each. None,
     with nothing computed, if they cannot. Not under torch.compile or tracing: a compiler may put
     other launches between the two.

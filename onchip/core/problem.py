@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from onchip.core.arguments import as_int, check_flag
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import DeferredMask
+from onchip.masks.deferred import DeferredMask
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

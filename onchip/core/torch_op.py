@@ -63,9 +63,9 @@ from onchip.core.problem import (
     resolve_layout,
 )
 from onchip.kernels.runtime.replay import MAX_TAPES, replayed
-from onchip.masks import later
+from onchip.masks import deferred
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import DeferredMask, DeferredRule, is_number
+from onchip.masks.deferred import DeferredMask, DeferredRule, is_number
 
 _LIB = torch.library.Library("onchip", "DEF")
 _BACKENDS = ("CPU", "CUDA", "MPS", "XPU")
@@ -400,7 +400,7 @@ def _copy_mask(mask: Tensor, seqlen_k: int) -> Tensor:
     """Copy the mask's tensor, and cache the BlockMask built from it while the copy exists."""
     copy = _empty_padded(mask)
     copy.copy_(mask)
-    later.keep(copy, DeferredMask(copy, mask.shape[-2], seqlen_k).built())
+    deferred.keep(copy, DeferredMask(copy, mask.shape[-2], seqlen_k).built())
     return copy
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onchip.engine.step import ScheduledStep
-from onchip.kvcache import KVCache, PagedBatch, Shape
+from onchip.kvcache import BatchShape, KVCache, PagedBatch
 from onchip.models import Decoder, positions_of
 from onchip.models.rotary import frequencies
 
@@ -49,11 +49,11 @@ class StepGraphs:
         self.sizes = batch_sizes(cache.max_seqs)
         self._table = cache.static_table()
         self._frequencies = [frequencies(r, cache.device) for r in model.rotaries]
-        self._recorded: dict[Shape, RecordedGraph] = {}
+        self._recorded: dict[BatchShape, RecordedGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def shapes(self, most_tokens: int) -> list[Shape]:
-        """Shapes of the batches for steps of at most this many tokens, largest first: later
+    def shapes(self, most_tokens: int) -> list[BatchShape]:
+        """Shapes of the batches for steps of at most this many tokens, largest first: deferred
         recordings fit into its memory.
         """
         shapes = [self._mixed_shape(n) for n in _TOKENS[: bisect_left(_TOKENS, most_tokens) + 1]]
@@ -97,22 +97,22 @@ class StepGraphs:
         recorded.graph.replay()
         return recorded.hidden[: len(rows)]
 
-    def _decode_shape(self, num_seqs: int) -> Shape:
+    def _decode_shape(self, num_seqs: int) -> BatchShape:
         """The static batch for this many sequences of one token each; it includes the ids."""
         size = self.sizes[bisect_left(self.sizes, num_seqs)]
-        return Shape(size, size, self._table.shape[1], 1, size)
+        return BatchShape(size, size, self._table.shape[1], 1, size)
 
-    def _mixed_shape(self, num_tokens: int) -> Shape:
+    def _mixed_shape(self, num_tokens: int) -> BatchShape:
         """The static batch for this many tokens of any sequences; it includes ids and rows."""
         tokens, (seqs, width) = _TOKENS[bisect_left(_TOKENS, num_tokens)], self._table.shape
-        return Shape(seqs, tokens, width, tokens, tokens + seqs)
+        return BatchShape(seqs, tokens, width, tokens, tokens + seqs)
 
-    def _get_graph(self, shape: Shape) -> RecordedGraph:
+    def _get_graph(self, shape: BatchShape) -> RecordedGraph:
         if shape not in self._recorded:
             self._recorded[shape] = self._record(shape)
         return self._recorded[shape]
 
-    def _record(self, shape: Shape) -> RecordedGraph:
+    def _record(self, shape: BatchShape) -> RecordedGraph:
         """Record a graph. The static batch holds no sequence yet, so recording touches no page in
         use.
         """

@@ -36,7 +36,7 @@ class PagedCache(Protocol):
     def open(self, tokens: Sequence[int], *, salt: str) -> Any: ...
     def reserve_all(self, sequences: Sequence[Any], counts: Sequence[int]) -> NoRoom | None: ...
     def reserve_each(self, sequences: Sequence[Any]) -> NoRoom | None: ...
-    def tell(self, sequence: Any, tokens: Sequence[int]) -> None: ...
+    def append_tokens(self, sequence: Any, tokens: Sequence[int]) -> None: ...
     def fork(self, sequence: Any) -> Any: ...
     def truncate(self, sequence: Any, length: int) -> None: ...
     def commit_all(self, sequences: Sequence[Any], lengths: Sequence[int]) -> None: ...
@@ -45,7 +45,7 @@ class PagedCache(Protocol):
 
 class SwapTier(Protocol):
     """The interface of host memory for preempted sequences; `onchip.kvcache.HostTier` implements
-    it. A group of swapped sequences has `sequences`, `pages` and `leaving`.
+    it. A group of swapped sequences has `sequences`, `pages` and `is_swapping_out`.
     """
 
     capacity: int
@@ -104,14 +104,14 @@ class KVManager:
     def _append_known(self, sample: Sample) -> None:
         """Give the cache the known tokens of a sample that have slots and are new to it."""
         sequence = sample.sequence
-        self._cache.tell(sequence, sample.tokens(len(sequence.tokens), sequence.length))
+        self._cache.append_tokens(sequence, sample.tokens(len(sequence.tokens), sequence.length))
 
     def append_last(self, samples: Iterable[Sample]) -> None:
         """Give the cache the last token of each sample that already has a slot for it."""
         for sample in samples:
             sequence = sample.sequence
             if sequence is not None and len(sequence.tokens) < sequence.length:
-                self._cache.tell(sequence, (sample.token_ids[-1],))
+                self._cache.append_tokens(sequence, (sample.token_ids[-1],))
 
     def commit(self, chunks: Sequence[Chunk]) -> None:
         """Mark the tokens of these chunks as written."""

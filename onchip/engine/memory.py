@@ -10,7 +10,7 @@ from onchip.engine.engine import Engine, ExecutionConfig
 from onchip.engine.params import MAX_LOGPROBS, SamplingParams
 from onchip.engine.step import Limits
 from onchip.kvcache import Spec
-from onchip.kvcache.host import CHUNK_BYTES
+from onchip.kvcache.swap import CHUNK_BYTES
 from onchip.models import Model
 
 _HOST_SHARE = 0.25  # of the free memory, if the CPU computes: other programs need memory, too
@@ -111,5 +111,5 @@ def _graph_bytes(model: Model, limits: Limits, paging: Paging) -> int:
 
 
 def _staging_bytes(model: Model, paging: Paging) -> int:
-    """Buffers in which pages are packed for copies to and from the host: see kvcache/host.py."""
+    """Buffers in which pages are packed for copies to and from the host: see kvcache/swap.py."""
     return 2 * max(CHUNK_BYTES, model.cache_spec(*paging).page_bytes)

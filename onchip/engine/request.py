@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.text import GrowingText
-from onchip.kvcache.prefix import words
+from onchip.kvcache.prefix import pack_token_ids
 
 MAX_PRIORITY = 100
 
@@ -267,7 +267,7 @@ class Request:
         self.beams = params if isinstance(params, BeamSearchParams) else params.beams
         self.params = _as_sampling(params)
         self.request_id = request_id
-        self.prompt_token_ids = tuple(words(prompt_token_ids))
+        self.prompt_token_ids = tuple(pack_token_ids(prompt_token_ids))
         self.priority, self.deadline_s, self.salt = priority, deadline_s, salt
         self.eos_token_ids = frozenset(eos_token_ids)
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids

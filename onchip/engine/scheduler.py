@@ -405,7 +405,7 @@ class Scheduler:
 
     def _pages_swapping_out(self) -> int:
         groups = (r.host_group for r in self._waiting if r.host_group)
-        return sum(len(group.pages) for group in groups if group.leaving)
+        return sum(len(group.pages) for group in groups if group.is_swapping_out)
 
     def _drop_last_swapped(self) -> bool:
         """Free the pages of the last swapped request: it still holds shared pages on the device."""

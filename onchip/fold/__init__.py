@@ -1,4 +1,4 @@
-"""Attention as a fold over segments of keys, wherever the next segment comes from."""
+"""Attention as a fold over segments of keys, from any source of segments."""
 
 from onchip.fold.fold import fold
 from onchip.fold.offload import Offloaded

@@ -1,4 +1,4 @@
-"""The fold itself: attend to one segment at a time and merge, with whatever kernel it is given."""
+"""The fold: attend to one segment at a time with any kernel, and merge the states."""
 
 from collections.abc import Callable, Iterable
 from functools import reduce
@@ -16,7 +16,7 @@ def fold(
     segments: Iterable[Segment],
     attend: Callable[[Tensor, Segment], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q over the union of disjoint segments, of which only one is alive at a time.
+    """(out, lse) of q over the union of disjoint segments; only one of them is alive at a time.
 
     attend(q, segment) -> (out (..., seqlen, heads, head_dim_v), lse (..., heads, seqlen)), both in
     fp32 or wider; at least one segment. The result has the same shapes.

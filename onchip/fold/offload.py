@@ -1,9 +1,9 @@
-"""Attention over keys and values that live in host memory or in a file: segments stream to where
-the queries are and are folded one after another, so that the context is limited by the disk.
+"""Attention over keys and values in host memory or in a file: segments stream to the device of the
+queries and are folded one after another, so that the disk limits the context.
 
-On a CUDA device two buffers take turns: while attend computes over one, a side stream fills the
-other. Pinned memory is copied directly; anything else passes through pinned staging, filled by a
-worker thread. On the CPU segments are views, and nothing is copied.
+A CUDA device has two buffers: while attend computes over one, a side stream fills the other. Pinned
+memory is copied directly; other memory passes through pinned staging, which a worker thread fills.
+On the CPU segments are views, and nothing is copied.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,20 +18,21 @@ from onchip.core.problem import SCORE_OPTIONS, UnsupportedError, Window, check_l
 from onchip.core.state import add_sink, finalize, resume
 from onchip.fold.fold import fold
 
-Pair = tuple[Tensor, Tensor]  # (k, v) of a segment, or (out, lse)
+KV = tuple[Tensor, Tensor]  # keys and values of a segment
+OutLse = tuple[Tensor, Tensor]
 Span = tuple[int, int]  # keys [lo, hi)
 
-# Two buffers of this size are all the K/V a device holds. A copy of 256 MB takes 5 ms of a PCIe 5
-# bus, beside which starting it costs nothing; on the host a segment only bounds what a kernel may
-# convert or copy of it.
+# Two buffers of this size are all the K/V on a device. A copy of 256 MB takes 5 ms on a PCIe 5 bus,
+# which hides the cost of starting it. On the host a segment only bounds the memory that a kernel
+# may convert or copy.
 SEGMENT_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 
 
 class Offloaded:
     """Keys (batch, seqlen, kv_heads, head_dim) and values (batch, seqlen, kv_heads, head_dim_v) in
     host memory: pinned (fastest to a GPU), pageable, or mapped from a file (torch.from_file,
-    torch.from_numpy of a memmap). Read only; until the device has passed the call they must not
-    change.
+    torch.from_numpy of a memmap). Read only: they must not change until the device has finished the
+    call.
     """
 
     def __init__(self, k: Tensor, v: Tensor):
@@ -51,7 +52,7 @@ class Offloaded:
 
     @property
     def pinned(self) -> bool:
-        """Whether a device can copy from here while the host does something else."""
+        """Whether a device can copy from this memory without the host."""
         return self.k.is_pinned() and self.v.is_pinned()
 
     @property
@@ -60,19 +61,19 @@ class Offloaded:
         batch, _, num_kv_heads, head_dim = self.k.shape
         return batch * num_kv_heads * (head_dim + self.v.shape[-1]) * self.k.element_size()
 
-    def segment(self, lo: int, hi: int) -> Pair:
+    def segment(self, lo: int, hi: int) -> KV:
         """Keys and values [lo, hi), as views."""
         return self.k[:, lo:hi], self.v[:, lo:hi]
 
     def prefetch(self, lo: int, hi: int) -> None:
-        """Called when [lo, hi) will be read next: a source may start to bring it in."""
+        """Called when [lo, hi) will be read next: a source may start to load it."""
 
     def release(self, lo: int, hi: int) -> None:
-        """Called when [lo, hi) has been read: a source may let go of it."""
+        """Called when [lo, hi) has been read: a source may release it."""
 
 
 def run(
-    attend: Callable[..., Pair],
+    attend: Callable[..., OutLse],
     q: Tensor,
     source: Offloaded,
     *,
@@ -82,20 +83,22 @@ def run(
     out_dtype: torch.dtype | None = None,
     segment_bytes: int | None = None,
     **options: object,
-) -> Pair:
+) -> OutLse:
     """(out, lse) of q (batch, seqlen_q, heads, head_dim) over the whole source.
 
     attend is called like onchip.attention, once per segment of at most segment_bytes of keys and
-    values (twice that is on a device at a time). causal and window are aligned bottom-right over
-    the whole source, segments that no query sees are never read, a sink counts once. Other options
-    (OPTIONS, such as softmax_scale) go to every call. No gradient.
+    values; a device holds two segments at a time. causal and window are aligned bottom-right over
+    the whole source. Segments that no query sees are never read. A sink counts once. Other options
+    (softmax_scale, softcap, kernel) apply to every call. No gradient.
     """
     _check(q, source, window_size, sinks, options)
-    room = SEGMENT_BYTES["cpu" if q.device.type == "cpu" else "cuda"]
-    room = room if segment_bytes is None else segment_bytes
-    if room < 1:
+    default = SEGMENT_BYTES["cpu" if q.device.type == "cpu" else "cuda"]
+    size = default if segment_bytes is None else segment_bytes
+    if size < 1:
         raise ValueError(f"{segment_bytes=} must be at least 1")
-    cut = Cut(q.shape[1], source.seqlen, max(1, room // source.token_bytes), causal, window_size)
+    cut = Segmentation(
+        q.shape[1], source.seqlen, max(1, size // source.token_bytes), causal, window_size
+    )
     options["out_dtype"] = wide = torch.promote_types(q.dtype, torch.float32)
     parts = [_fold_rows(attend, q, source, cut, rows, options) for rows in cut.chunks()]
     outs, lses = zip(*parts, strict=True)
@@ -109,7 +112,7 @@ def run(
 
 OPTIONS = {*SCORE_OPTIONS, "kernel", "deterministic"}
 REFUSED = {
-    "alibi_slopes": "a segment does not know how far its keys are from the queries",
+    "alibi_slopes": "a segment has no distance between its keys and the queries",
     "bias": "a bias over all keys would be larger than the keys",
     "mask": "a block mask is not cut into segments",
     "dropout_p": "there is no gradient to train with",
@@ -133,8 +136,8 @@ def _check(
         raise UnsupportedError("offload has no gradient: call it under torch.no_grad()")
 
 
-class Cut(NamedTuple):
-    """Which keys meet which queries, in which pieces. Query i stands at position i + offset."""
+class Segmentation(NamedTuple):
+    """Which queries attend to which segments of keys. Query i is at position i + offset."""
 
     seqlen_q: int
     seqlen_k: int
@@ -151,9 +154,9 @@ class Cut(NamedTuple):
         return 0 if self.causal else self.window_size[1]
 
     def chunks(self) -> list[Span]:
-        """Queries that stream together: all, unless a window ends on the left. Then no more than a
-        segment has keys, so that the first segment reaches the last query's first key and no
-        call needs a window that begins after its query.
+        """Queries that stream together: all, unless the window has a left bound. Then a chunk has
+        no more queries than a segment has keys: so the first segment contains the first key of the
+        last query, and no call needs a window that begins after its query.
         """
         step = self.seqlen_q if self.window_size[0] is None else self.tokens
         starts = range(0, self.seqlen_q, max(step, 1))
@@ -162,8 +165,8 @@ class Cut(NamedTuple):
     def spans(self, rows: Span) -> list[Span]:
         """The segments that a chunk of queries sees, at least one (which may be empty).
 
-        Cut from the end, unless a window asks for a full first segment: the queries are the last
-        positions, so that one segment holds the diagonal and all others need no mask.
+        They are cut from the end, unless a window needs a full first segment. The queries are the
+        last positions, so one segment contains the diagonal and all others need no mask.
         """
         left = self.window_size[0]
         lo = 0 if left is None else min(max(rows[0] + self.offset - left, 0), self.seqlen_k)
@@ -175,7 +178,7 @@ class Cut(NamedTuple):
 
     def options(self, rows: Span, span: Span) -> dict[str, object]:
         """causal and window_size of one call, which aligns the last query of the chunk with the
-        last key of the segment: `ahead` keys before the place where it stands.
+        last key of the segment: `ahead` keys before the position of the query.
         """
         lo, hi = span
         left, right, ahead = self.window_size[0], self.right, rows[1] + self.offset - hi
@@ -191,22 +194,27 @@ class Cut(NamedTuple):
 
 
 def _fold_rows(
-    attend: Callable[..., Pair], q: Tensor, source: Offloaded, cut: Cut, rows: Span, options: dict
-) -> Pair:
-    """(out, lse) of some queries, unrounded."""
+    attend: Callable[..., OutLse],
+    q: Tensor,
+    source: Offloaded,
+    cut: Segmentation,
+    rows: Span,
+    options: dict,
+) -> OutLse:
+    """(out, lse) of a chunk of queries, unrounded."""
     spans = cut.spans(rows)
-    bring = _views if q.device.type == "cpu" else _copies
+    bring = _view_segments if q.device.type == "cpu" else _copy_segments
     segments = zip(spans, bring(source, spans, q.device), strict=True)
 
-    def attend_segment(q: Tensor, segment: tuple[Span, Pair]) -> Pair:
+    def attend_segment(q: Tensor, segment: tuple[Span, KV]) -> OutLse:
         span, (k, v) = segment
         return attend(q, k, v, return_lse=True, **options, **cut.options(rows, span))
 
     return fold(q[:, slice(*rows)], segments, attend_segment)
 
 
-def _views(source: Offloaded, spans: list[Span], device: torch.device) -> Iterator[Pair]:
-    """Segments where they are, for queries on the CPU."""
+def _view_segments(source: Offloaded, spans: list[Span], device: torch.device) -> Iterator[KV]:
+    """Segments as views, for queries on the CPU."""
     del device
     for i, span in enumerate(spans):
         for following in spans[i + 1 : i + 2]:
@@ -215,51 +223,51 @@ def _views(source: Offloaded, spans: list[Span], device: torch.device) -> Iterat
         source.release(*span)
 
 
-class Slot:
-    """Room for one segment on the device, and beside it the pinned room through which memory that
-    is not pinned must pass.
+class SegmentBuffer:
+    """The device memory of one segment and, if the source is not pinned, its pinned staging
+    memory.
     """
 
     def __init__(self, source: Offloaded, tokens: int, device: torch.device):
         shapes = [(t.shape[0], tokens, *t.shape[2:]) for t in (source.k, source.v)]
-        room = lambda **where: [torch.empty(s, dtype=source.k.dtype, **where) for s in shapes]
-        self.here = room(device=device)
-        self.staging = None if source.pinned else room(pin_memory=True)
+        allocate = lambda **where: [torch.empty(s, dtype=source.k.dtype, **where) for s in shapes]
+        self.here = allocate(device=device)
+        self.staging = None if source.pinned else allocate(pin_memory=True)
         self.copied, self.used = torch.cuda.Event(), torch.cuda.Event()
 
     def fetch(self, source: Offloaded, span: Span, stream: torch.cuda.Stream) -> None:
-        """Enqueue the copy of a segment; without staging the host does not wait for anything."""
+        """Enqueue the copy of a segment; without staging the host does not wait."""
         segment = source.segment(*span)
         if self.staging is not None:
-            self.copied.synchronize()  # the last segment has left the staging room
-            for room, t in zip(self.staging, segment, strict=True):
-                room[:, : t.shape[1]].copy_(t)
+            self.copied.synchronize()  # the previous segment has left the staging memory
+            for buffer, t in zip(self.staging, segment, strict=True):
+                buffer[:, : t.shape[1]].copy_(t)
             source.release(*span)
             segment = self._first(self.staging, span)
         with torch.cuda.stream(stream):
-            stream.wait_event(self.used)  # attend has read what lies here
-            for room, t in zip(self._first(self.here, span), segment, strict=True):
-                for to, come in zip(room, t, strict=True):  # one sequence is one contiguous copy
-                    to.copy_(come, non_blocking=True)
+            stream.wait_event(self.used)  # attend has read the previous segment
+            for buffer, t in zip(self._first(self.here, span), segment, strict=True):
+                for row, source_row in zip(buffer, t, strict=True):  # one sequence: contiguous
+                    row.copy_(source_row, non_blocking=True)
             self.copied.record(stream)
 
     @staticmethod
-    def _first(rooms: list[Tensor], span: Span) -> list[Tensor]:
-        return [room[:, : span[1] - span[0]] for room in rooms]
+    def _first(buffers: list[Tensor], span: Span) -> list[Tensor]:
+        return [buffer[:, : span[1] - span[0]] for buffer in buffers]
 
-    def segment(self, span: Span) -> Pair:
+    def segment(self, span: Span) -> KV:
         k, v = self._first(self.here, span)
         return k, v
 
 
-def _copies(source: Offloaded, spans: list[Span], device: torch.device) -> Iterator[Pair]:
-    """Segments on the device, the next one under way while one is in use. The current stream waits
-    for copies, the host only for staging.
+def _copy_segments(source: Offloaded, spans: list[Span], device: torch.device) -> Iterator[KV]:
+    """Segments on the device; the next one is copied while the current one is in use. The current
+    stream waits for copies, the host only for staging.
     """
     compute, copier = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     tokens = max(hi - lo for lo, hi in spans)
-    slots = [Slot(source, tokens, device) for _ in spans[:2]]
-    copier.wait_stream(compute)  # the rooms may have been somebody else's a moment ago
+    slots = [SegmentBuffer(source, tokens, device) for _ in spans[:2]]
+    copier.wait_stream(compute)  # the allocator may have reused memory that is still being read
     worker = ThreadPoolExecutor(1)
 
     def fetch(i: int) -> None:
@@ -282,4 +290,4 @@ def _copies(source: Offloaded, spans: list[Span], device: torch.device) -> Itera
             fetched = following
     finally:
         worker.shutdown()
-        compute.wait_stream(copier)  # whatever happened, no copy outlives its room
+        compute.wait_stream(copier)  # also after an error, no copy outlives its buffer

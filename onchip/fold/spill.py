@@ -1,5 +1,5 @@
-"""Keys and values in a file: safetensors with a fixed capacity, appended to in place and read
-through a memory map. No pickle, and a header is believed only where it is true to the file.
+"""Keys and values in a file: safetensors with a fixed capacity, appended in place and read through
+a memory map. No pickle; every field of a header is checked against the file.
 """
 
 import ctypes
@@ -24,13 +24,13 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-HEADER_BYTES = 4096  # of our files, the length field included: data begins on a page
+HEADER_BYTES = 4096  # of files made here, with the length field: data begins on a memory page
 MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 NAMES = ("k", "v")
 
 
-class Entry(NamedTuple):
-    """Where a tensor lies in a file; start counts from the beginning of the file."""
+class SpilledTensor(NamedTuple):
+    """The place of a tensor in a file; start counts from the beginning of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """One position of one sequence."""
+        """Bytes of one position of one sequence."""
         return prod(self.shape[2:]) * self.dtype.itemsize
 
 
@@ -47,9 +47,9 @@ class Spill(Offloaded):
     file, of which the first `seqlen` positions are valid (the metadata's "seqlen", else all).
 
     Spill(path) opens for reading, Spill(path, append=True) for reading and appending,
-    Spill.create(...) makes an empty file; one writer at a time. Segments are views of the map. What
-    has been read leaves this process's resident memory (the file cache may keep it: that is the
-    system's memory to give and take).
+    Spill.create(...) makes an empty file; one writer at a time. Segments are views of the map. Data
+    that has been read is dropped from this process's resident memory (the system's file cache may
+    keep it).
     """
 
     def __init__(self, path: str | os.PathLike, *, append: bool = False):
@@ -58,8 +58,8 @@ class Spill(Offloaded):
             self._header, begin = _read_header(file, self.path)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         place = begin, len(self._map), self.path
-        self._entries = [_entry(self._header, name, *place) for name in NAMES]
-        _check_apart(self._entries, self.path)
+        self._entries = [_parse_tensor(self._header, name, *place) for name in NAMES]
+        _check_disjoint(self._entries, self.path)
         super().__init__(*(_view(self._map, entry) for entry in self._entries))
         self._seqlen = _seqlen(self._header, self.capacity, self.path)
         metadata = self._header.get("__metadata__")
@@ -80,9 +80,9 @@ class Spill(Offloaded):
         dtype: torch.dtype = torch.bfloat16,
         batch: int = 1,
     ) -> "Spill":
-        """A new file, empty, open for appending. Where the file system has sparse files, it takes
-        only the room that has been written; an existing file is never overwritten. It can be read
-        by its owner alone (mode 0600): keys and values tell what a prompt said.
+        """A new, empty file, open for appending. On a file system with sparse files it takes only
+        the space that has been written. An existing file is never overwritten. Only its owner can
+        read it (mode 0600): keys and values reveal the prompt.
         """
         sizes = (batch, capacity, num_kv_heads, head_dim, head_dim_v or head_dim)
         if min(sizes) < 1 or dtype not in DTYPES.values():
@@ -104,12 +104,12 @@ class Spill(Offloaded):
         return self._seqlen
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Write (batch, n, kv_heads, dim) after what is there, from any device. The header follows
-        the data, so a reader never sees positions that were not written.
+        """Write (batch, n, kv_heads, dim) behind the existing positions, from any device. The
+        header is written after the data, so a reader never sees positions that were not written.
         """
         if self._file is None:
             raise ValueError(f"{self.path} is open for reading: Spill(path, append=True) writes")
-        self._check_room(k, v)
+        self._check_fits(k, v)
         for t, entry in zip((k, v), self._entries, strict=True):
             rows = t.detach().to("cpu").contiguous()
             for b in range(len(rows)):
@@ -123,7 +123,7 @@ class Spill(Offloaded):
         self._file.write(_encode(self._header))
         self._file.flush()
 
-    def _check_room(self, k: Tensor, v: Tensor) -> None:
+    def _check_fits(self, k: Tensor, v: Tensor) -> None:
         for name, t, held in (("k", k, self.k), ("v", v, self.v)):
             like = (held.shape[0], k.shape[1] if k.dim() == 4 else -1, *held.shape[2:])
             if tuple(t.shape) != like or t.dtype != held.dtype:
@@ -136,7 +136,7 @@ class Spill(Offloaded):
             )
 
     def close(self) -> None:
-        """Make what was appended durable and stop appending; the map lives as long as its views."""
+        """Make the appended data durable and stop appending; the map stays open for its views."""
         if self._file is not None:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -149,15 +149,15 @@ class Spill(Offloaded):
         self.close()
 
     def prefetch(self, lo: int, hi: int) -> None:
-        """Ask the system to read ahead."""
+        """Let the system read ahead."""
         self._advise("MADV_WILLNEED", lo, hi)
 
     def release(self, lo: int, hi: int) -> None:
-        """Give the pages back; reading them again is always possible, the map is never written."""
+        """Drop the memory pages; the map is never written, so they can be read again."""
         self._advise("MADV_DONTNEED", lo, hi)
 
     def _advise(self, advice: str, lo: int, hi: int) -> None:
-        option = getattr(mmap, advice, None)  # not every system has it, and none needs it
+        option = getattr(mmap, advice, None)  # not every system has it; it only saves time
         for start, stop in self._ranges(lo, hi) if option is not None else ():
             start -= start % mmap.PAGESIZE
             self._map.madvise(option, start, stop - start)
@@ -179,13 +179,13 @@ def _new_header(shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dt
 
 
 def _encode(header: dict) -> bytes:
-    """Length and JSON, filled up with blanks: the header can change, the data never moves."""
+    """Length and JSON, padded with blanks: the header can change, the data never moves."""
     text = json.dumps(header).encode().ljust(HEADER_BYTES - 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _read_header(file: BinaryIO, path: Path) -> tuple[dict, int]:
-    """The JSON of a safetensors file, and where its data begins."""
+    """The JSON of a safetensors file, and the offset of its data."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
@@ -193,18 +193,18 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[dict, int]:
     try:
         header = json.loads(file.read(length))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a safetensors file: its header is no JSON") from error
+        raise ValueError(f"{path} is not a safetensors file: its header is not JSON") from error
     if not isinstance(header, dict):
-        raise ValueError(f"{path} is not a safetensors file: its header is no JSON object")
+        raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object")
     return header, 8 + length
 
 
-def _entry(header: dict, name: str, begin: int, size: int, path: Path) -> Entry:
-    """A tensor's place, if the header is true to the file."""
+def _parse_tensor(header: dict, name: str, begin: int, size: int, path: Path) -> SpilledTensor:
+    """The place of a tensor; a ValueError unless the header agrees with the file."""
     fields = header.get(name)
     fields = fields if isinstance(fields, dict) else {}
     dtype = DTYPES.get(str(fields.get("dtype")))
-    shape, offsets = (_ints(fields.get(key)) for key in ("shape", "data_offsets"))
+    shape, offsets = (_int_list(fields.get(key)) for key in ("shape", "data_offsets"))
     if dtype is None or len(offsets) != 2 or len(shape) not in (3, 4) or min(shape) < 1:
         raise ValueError(
             f"{path}: {name!r} must be a tensor [batch,] seqlen, kv_heads, dim of {[*DTYPES]}, its"
@@ -214,18 +214,18 @@ def _entry(header: dict, name: str, begin: int, size: int, path: Path) -> Entry:
     inside = begin <= start and stop - start == prod(shape) * dtype.itemsize and stop <= size
     if not inside or start % dtype.itemsize:
         raise ValueError(f"{path}: {name!r} at {offsets} does not fit its {shape} or the {size=}")
-    return Entry(dtype, shape if len(shape) == 4 else (1, *shape), start)
+    return SpilledTensor(dtype, shape if len(shape) == 4 else (1, *shape), start)
 
 
-def _check_apart(entries: list[Entry], path: Path) -> None:
-    """What is appended to one tensor must not change the other."""
+def _check_disjoint(entries: list[SpilledTensor], path: Path) -> None:
+    """Otherwise appending to one tensor would change the other."""
     first, second = sorted(entries, key=lambda entry: entry.start)
     if first.start + prod(first.shape) * first.dtype.itemsize > second.start:
         raise ValueError(f"{path}: its tensors overlap")
 
 
-def _ints(x: object) -> tuple[int, ...]:
-    """A JSON list of integers, or nothing."""
+def _int_list(x: object) -> tuple[int, ...]:
+    """A JSON list of integers; anything else is ()."""
     return tuple(x) if isinstance(x, list) and all(type(n) is int for n in x) else ()
 
 
@@ -239,9 +239,9 @@ def _seqlen(header: dict, capacity: int, path: Path) -> int:
     return int(text)
 
 
-def _view(mapped: mmap.mmap, entry: Entry) -> Tensor:
+def _view(mapped: mmap.mmap, entry: SpilledTensor) -> Tensor:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor do we write
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # it is only read
         flat = torch.frombuffer(
             mapped, dtype=entry.dtype, count=prod(entry.shape), offset=entry.start
         )
@@ -249,5 +249,5 @@ def _view(mapped: mmap.mmap, entry: Entry) -> Tensor:
 
 
 def _bytes(t: Tensor) -> memoryview:
-    """The memory of a contiguous tensor, to write without a copy (and without numpy)."""
+    """The memory of a contiguous tensor, to write it without a copy (and without numpy)."""
     return memoryview((ctypes.c_char * t.nbytes).from_address(t.data_ptr()))

@@ -19,12 +19,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from onchip.core import torch_op
 from onchip.core.functional import attention, varlen_attention
 from onchip.core.problem import UnsupportedError
-from onchip.masks import later, mods
+from onchip.masks import deferred, mods
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import DeferredMask
+from onchip.masks.deferred import DeferredMask
 from onchip.models import interface
 from onchip.models.interface import options_of
-from onchip.models.rules import Reading, read
+from onchip.models.mask_parsing import ParsedMask, parse_mask
 
 NAME = "onchip"
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -109,14 +109,14 @@ def mask(
     return mask_
 
 
-def _read(mask_function: Callable[..., Tensor]) -> Reading | None:
+def _read(mask_function: Callable[..., Tensor]) -> ParsedMask | None:
     from transformers import masking_utils
 
-    return read(mask_function, masking_utils)
+    return parse_mask(mask_function, masking_utils)
 
 
 def _mask_from_structure(
-    frame: _MaskFrame, reading: Reading, arguments: dict[str, Any]
+    frame: _MaskFrame, reading: ParsedMask, arguments: dict[str, Any]
 ) -> Tensor | None:
     keys = frame.num_reachable if reading.has("causal_mask_function") else frame.kv_length
     seen = _unpadded_keys(frame, arguments["attention_mask"])
@@ -142,7 +142,7 @@ def _may_skip(frame: _MaskFrame, options: dict[str, Any], arguments: dict[str, A
     return options == {"causal": False} and arguments.get("allow_is_bidirectional_skip", False)
 
 
-def _bounds(frame: _MaskFrame, reading: Reading, device: torch.device | str) -> Tensor:
+def _bounds(frame: _MaskFrame, reading: ParsedMask, device: torch.device | str) -> Tensor:
     q = torch.arange(frame.q_length, device=device) + frame.q_offset
     both = torch.stack(reading.bounds(q, frame.kv_offset + frame.kv_length), -1)
     return (both - frame.kv_offset).clamp(0, frame.kv_length).int()[:, None]
@@ -288,7 +288,7 @@ def _blocks(mask: Tensor, seqlen_q: int, seqlen_k: int) -> BlockMask:
     """
     built = DeferredMask(mask, seqlen_q, seqlen_k).built()
     if mods.is_spans(mask) or not mask.is_inference():
-        later.keep(mask, built)
+        deferred.keep(mask, built)
     return built
 
 

@@ -1,17 +1,17 @@
-"""A key/value cache with the manners of virtual memory: pages, forks that copy on write, prefixes
-found again, speculation rolled back, sequences swapped to the host.
+"""A paged key/value cache: forks copy pages on write, prefixes are shared between requests,
+speculative tokens roll back, and sequences swap out to host memory.
 """
 
-from .batch import PagedBatch, Shape
 from .cache import KVCache, Sequence
-from .host import Family, HostTier
+from .paged_batch import BatchShape, PagedBatch
 from .pages import Spec
-from .pool import NoRoom, Pool, Table
+from .pool import NoRoom, PageTable, Pool
 from .prefix import Chain, Hit, PrefixIndex
+from .swap import HostTier, SequenceGroup
 
 __all__ = [
     "Chain",
-    "Family",
+    "SequenceGroup",
     "Hit",
     "HostTier",
     "KVCache",
@@ -20,7 +20,7 @@ __all__ = [
     "Pool",
     "PrefixIndex",
     "Sequence",
-    "Shape",
+    "BatchShape",
     "Spec",
-    "Table",
+    "PageTable",
 ]

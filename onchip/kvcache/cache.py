@@ -1,4 +1,4 @@
-"""A key/value cache for a batch of sequences that come, fork, roll back and go."""
+"""The key/value cache of a batch of sequences: allocate, fork, roll back, commit and free."""
 
 from collections import abc
 from typing import Protocol
@@ -6,33 +6,33 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onchip.kvcache import batch as batches
-from onchip.kvcache.batch import HostTable, Members, PagedBatch, Shape
-from onchip.kvcache.pages import Pages, Spec
-from onchip.kvcache.pool import NoRoom, Pool, Table, whole, whole_all
-from onchip.kvcache.prefix import Chain, Hit, PrefixIndex, words
+from onchip.kvcache import paged_batch as batches
+from onchip.kvcache.paged_batch import BatchShape, HostTable, Members, PagedBatch
+from onchip.kvcache.pages import PageTensors, Spec
+from onchip.kvcache.pool import NoRoom, PageTable, Pool, as_int, as_ints
+from onchip.kvcache.prefix import Chain, Hit, PrefixIndex, pack_token_ids
 
 DEFAULT_MAX_SEQLEN = 131_072
 _MISS = Hit((), (), None, 0, 0)
 
 
-class Arrival(Protocol):
-    """Pages on their way from the host."""
+class PendingTransfer(Protocol):
+    """A copy of pages from the host that is not finished."""
 
     def wait(self) -> None:
-        """What is queued on the device from now on sees them."""
+        """Make work that is queued on the current stream from now on wait for the copy."""
 
 
 class Sequence:
     """A handle: the pages of one sequence, its tokens, and how far they are computed.
 
-    tokens: the ids that are known; fewer than `length` if slots were reserved for others. computed:
-    tokens whose keys and values are written (`KVCache.commit`). hit_tokens: how many of them
-    `KVCache.open` found in the cache, copied_tokens of these by copying a page.
+    tokens: the known token ids; fewer than `length` where slots are reserved for unknown ids.
+    computed: tokens with keys and values in the cache (`KVCache.commit`). hit_tokens: tokens that
+    `KVCache.open` reused from the cache; copied_tokens of them were copied from a partial page.
     """
 
     __slots__ = (
-        "arrival",
+        "pending_transfer",
         "cache",
         "chain",
         "computed",
@@ -43,15 +43,17 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, cache: "KVCache", table: Table, tokens: list[int], chain: Chain, row: int):
+    def __init__(
+        self, cache: "KVCache", table: PageTable, tokens: list[int], chain: Chain, row: int
+    ):
         self.cache = cache
         self.table = table
         self.tokens = tokens
         self.chain = chain
-        self.row: int | None = row  # of the host table; None: freed or swapped out
+        self.row: int | None = row  # in the host table; None: freed or swapped out
         self.computed = table.length
         self.hit_tokens = self.copied_tokens = 0
-        self.arrival: Arrival | None = None
+        self.pending_transfer: PendingTransfer | None = None
 
     @property
     def length(self) -> int:
@@ -66,9 +68,9 @@ class KVCache:
     """num_pages pages as `spec` describes them, shared by up to max_seqs sequences.
 
     One step: `append` tokens, `view` the batch, `write` keys and values of each layer, attend,
-    `commit`. A call that finds no page, or no room for one more sequence, answers `NoRoom` and
-    changes nothing; a question that can never be served is a ValueError. Calls are in the order of
-    one stream: a page is copied, written and read by what is queued on the current stream.
+    `commit`. A call returns `NoRoom` and changes nothing if no page or no row for one more sequence
+    is free. A request that never fits is a ValueError. All calls use the current stream: pages are
+    copied, written and read in the order of that stream.
     """
 
     def __init__(
@@ -86,13 +88,13 @@ class KVCache:
         self.pool = Pool(num_pages, spec.page_size)
         self.max_seqs = max_seqs
         self.max_seqlen = min(max_seqlen, self.pool.capacity * spec.page_size)
-        self.pages = Pages(spec, self.pool)
+        self.pages = PageTensors(spec, self.pool)
         self.prefix_reuse = prefix_reuse
         self.reset()
 
     def reset(self) -> None:
-        """Be as new, in whatever state a call was interrupted: no sequence, no prefix, every page
-        free. The memory of the pages stays where it is; handles from before are strangers.
+        """Return to the initial state, also after a call that was interrupted: no sequence, no
+        prefix, every page free. The page tensors keep their memory. Older handles become foreign.
         """
         self.pool = self.pages.pool = Pool(self.pool.num_pages, self.spec.page_size)
         self.prefix = PrefixIndex(self.pool)
@@ -108,12 +110,14 @@ class KVCache:
         return self.pages.layer(layer)
 
     def scales(self, layer: int) -> dict[str, Tensor]:
-        """k_scales and v_scales of one layer, which go with its pages; none unless quantised."""
+        """k_scales and v_scales of one layer, as paged_attention takes them; empty unless the cache
+        is quantised.
+        """
         return self.pages.scales(layer)
 
     def open(self, tokens: abc.Sequence[int] = (), *, salt: str = "") -> Sequence | NoRoom:
-        """A sequence that starts with what is cached of the prompt `tokens` under this salt; append
-        the rest, prompt[sequence.length:], at least one token. Nothing cached: an empty one.
+        """A sequence that starts with the cached prefix of the prompt `tokens` under this salt, or
+        an empty one. Append the rest of the prompt, tokens[sequence.length:]: at least one token.
         """
         tokens = _ids(tokens)
         self._check_fits(len(tokens))
@@ -122,20 +126,20 @@ class KVCache:
         root = self.prefix.root(salt)
         hit = self.prefix.match(tokens, root) if self.prefix_reuse and tokens else _MISS
         table = self.pool.adopt(hit.pages)
-        copied = 0 if hit.source is None else self._graft(table, hit.source, hit.copied)
-        found = tokens[: table.length]
-        sequence = Sequence(self, table, found, Chain(root, hit.keys), self._seat(table))
-        sequence.hit_tokens, sequence.copied_tokens = len(found), copied
+        copied = 0 if hit.source is None else self._copy_partial_page(table, hit.source, hit.copied)
+        cached = tokens[: table.length]
+        sequence = Sequence(self, table, cached, Chain(root, hit.keys), self._assign_row(table))
+        sequence.hit_tokens, sequence.copied_tokens = len(cached), copied
         return sequence
 
     def append(self, sequence: Sequence, tokens: abc.Sequence[int]) -> NoRoom | None:
-        """Slots for more tokens, to be computed next. None if they are there."""
+        """Allocate slots for tokens that are computed next. None on success."""
         return self.append_all([sequence], [tokens])
 
     def append_all(
         self, sequences: abc.Sequence[Sequence], tokens: abc.Sequence[abc.Sequence[int]]
     ) -> NoRoom | None:
-        """`append` for many sequences, all or none, with one batch of page copies."""
+        """`append` to many sequences, all or none, with one batch of page copies."""
         ids = [_ids(more) for more in tokens]
         lengths = [t.length for t in self._residents(sequences)]
         if full := self.reserve_all(sequences, [len(more) for more in ids]):
@@ -146,8 +150,9 @@ class KVCache:
         return None
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> NoRoom | None:
-        """Slots for tokens whose ids are not known. Until they are told, neither these nor what
-        follows them is found by others; of embeddings, say, they never are.
+        """Allocate slots for tokens with ids that are not known yet. The prefix index leaves out
+        these tokens and all tokens after them until `append_tokens` names their ids. Positions of
+        embeddings never get ids.
         """
         return self.reserve_all([sequence], [num_tokens])
 
@@ -156,7 +161,7 @@ class KVCache:
     ) -> NoRoom | None:
         """`reserve` for many sequences, all or none, with one batch of page copies."""
         tables = [self.resident(s) for s in sequences]
-        counts = whole_all("num_tokens", counts)
+        counts = as_ints("num_tokens", counts)
         size = self.spec.page_size
         places = [t.length // size for t in tables]
         for table, count in zip(tables, counts, strict=False):
@@ -166,7 +171,7 @@ class KVCache:
             return copies
         self.pages.copy(copies)
         for sequence, table, place in zip(sequences, tables, places, strict=True):
-            self.host_table.put(sequence.row, place, table.since(place))
+            self.host_table.put(sequence.row, place, table.pages_from(place))
         return None
 
     def reserve_each(self, sequences: abc.Sequence[Sequence]) -> NoRoom | None:
@@ -180,19 +185,19 @@ class KVCache:
         self.pages.copy(copies)
         for i in moved:
             place = len(tables[i]) - 1
-            self.host_table.put(sequences[i].row, place, tables[i].since(place))
+            self.host_table.put(sequences[i].row, place, tables[i].pages_from(place))
         return None
 
-    def tell(self, sequence: Sequence, tokens: abc.Sequence[int]) -> None:
-        """The ids of the first reserved tokens that have none."""
-        ids, free = words(tokens), self.resident(sequence).length - len(sequence.tokens)
+    def append_tokens(self, sequence: Sequence, tokens: abc.Sequence[int]) -> None:
+        """Set the ids of the first reserved tokens without ids."""
+        ids, free = pack_token_ids(tokens), self.resident(sequence).length - len(sequence.tokens)
         if len(ids) > free:
             raise ValueError(f"{len(ids)} ids for {free} reserved tokens")
         sequence.tokens += ids
 
     def fork(self, sequence: Sequence) -> Sequence | NoRoom:
-        """A second sequence with the same past; pages are shared until one of them writes. All its
-        tokens must be computed: those that are not have slots that two would write.
+        """A second sequence with the same tokens. Both share pages until one of them writes. All
+        tokens must be computed: otherwise both sequences would write the same slots.
         """
         table = self.resident(sequence)
         if sequence.computed < table.length:
@@ -203,20 +208,20 @@ class KVCache:
         if not self.host_table.free_rows:
             return NoRoom(1, 0, "sequences")
         table = self.pool.fork(table)
-        row, chain = self._seat(table), sequence.chain.fork()
+        row, chain = self._assign_row(table), sequence.chain.fork()
         return Sequence(self, table, sequence.tokens.copy(), chain, row)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Forget the tokens from `length` on."""
-        length = whole("length", length)
+        """Drop the tokens from `length` on."""
+        length = as_int("length", length)
         self.pool.truncate(self.resident(sequence), length)
         sequence.computed = min(sequence.computed, length)
         del sequence.tokens[length:]
         del sequence.chain.keys[length // self.spec.page_size :]
 
     def commit(self, sequence: Sequence, length: int | None = None) -> None:
-        """Keys and values of the first `length` tokens (all) are written in every layer: from now
-        on others may find them.
+        """Keys and values of the first `length` tokens (default: all) are written in every layer.
+        From now on `open` may share them.
         """
         table = self.resident(sequence)
         self.commit_all([sequence], [table.length if length is None else length])
@@ -225,7 +230,7 @@ class KVCache:
         """`commit` for many sequences, all or none."""
         size, filled = self.spec.page_size, self.pool.filled
         tables = self._residents(sequences)
-        lengths = whole_all("length", lengths)
+        lengths = as_ints("length", lengths)
         if len(set(sequences)) != len(sequences) or len(lengths) != len(sequences):
             raise ValueError(
                 f"{len(sequences)} sequences and {len(lengths)} lengths must be as many, no"
@@ -239,20 +244,22 @@ class KVCache:
             sequence.computed = length
             known = min(length, len(sequence.tokens))
             full = known // size
-            # Token by token, what others find changes when a page is full and when one begins.
+            # A decode step changes the prefix index only when a page fills up or a page begins.
             if full > len(sequence.chain.keys) or (known % size and not filled(table[full])):
                 self._publish(sequence, final=False)
 
     def free(self, sequence: Sequence) -> None:
-        """Give the pages back. What was committed can be found until its pages are needed."""
+        """Release the pages. Committed tokens stay in the prefix index until their pages are
+        reused.
+        """
         table = self.resident(sequence)
         self._publish(sequence, final=True)
-        self.unseat(sequence)
+        self.release_row(sequence)
         self.pool.free(table)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        """k (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v) of one layer
-        go to the slots of slot_mapping, int32 (tokens,); -1 writes nothing.
+        """Write k (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v) of one
+        layer to the slots of slot_mapping, int32 (tokens,); slot -1 writes nothing.
         """
         self.pages.write(layer, k, v, slot_mapping)
 
@@ -262,33 +269,35 @@ class KVCache:
         out: PagedBatch | None = None,
         extra: Tensor | None = None,
     ) -> PagedBatch:
-        """The tokens of these sequences that are not computed yet, as one step on the device. out:
-        a batch from `static_batch`, refilled in place (for CUDA graphs); past the pages of its
-        sequences its table holds what was there before. extra: int32 words that travel with it.
+        """The tokens of these sequences that are not computed yet, as one step on the device.
+
+        out: a batch from `static_batch`, refilled in place (for CUDA graphs). Its page table keeps
+        stale entries behind the pages of each sequence. extra: int32 numbers that are copied to the
+        device with the batch.
         """
         members = self._members(sequences)
         num_extra = 0 if extra is None else len(extra)
         shape = batches.shape_of(members, self.spec.page_size, num_extra)
         if out is not None:
-            batches.check_room(out, shape)
-            shape = batches.sent(shape, out.shape)
+            batches.check_fits(out, shape)
+            shape = batches.staged_shape(shape, out.shape)
         staged = batches.empty(shape, pinned=self.device.type == "cuda")
         if members.rows:
             batches.fill(staged, members, self.host_table, self.spec.page_size)
         if extra is not None:
             staged.extra[:num_extra] = extra
         if out is None:
-            return batches.carve(staged.buffer.to(self.device, non_blocking=True), shape)
+            return batches.split_buffer(staged.buffer.to(self.device, non_blocking=True), shape)
         batches.refill(out, staged, len(members.rows))
         return out
 
     def static_table(self) -> Tensor:
-        """A page table on the device with room for all sequences, however long."""
+        """A page table on the device for max_seqs sequences of max_seqlen tokens."""
         return torch.zeros_like(self.host_table.pages, device=self.device)
 
-    def static_batch(self, shape: Shape, table: Tensor | None = None) -> PagedBatch:
-        """An empty batch on the device whose addresses stay, for `view(sequences, out=...)`. Those
-        that are used one after another may share a table of their max_pages.
+    def static_batch(self, shape: BatchShape, table: Tensor | None = None) -> PagedBatch:
+        """An empty batch on the device with fixed addresses, for `view(sequences, out=...)`. Static
+        batches that are never in use at the same time may share a table of max_pages columns.
         """
         if table is None:
             size = shape.num_seqs, shape.max_pages
@@ -296,8 +305,8 @@ class KVCache:
         return batches.static(shape, table)
 
     def check(self) -> None:
-        """Raise AssertionError unless pool and prefixes are consistent (for tests and idle moments:
-        it walks every page).
+        """Raise AssertionError unless pool, prefix index and host table are consistent. It walks
+        every page: call it in tests and idle moments.
         """
         self.pool.check()
         self.prefix.check()
@@ -305,54 +314,56 @@ class KVCache:
         if len(set(rows)) != len(rows) or not set(rows) <= set(range(self.max_seqs)):
             raise AssertionError("a row of the host table is free twice")
 
-    def resident(self, sequence: Sequence) -> Table:
-        """The table of a sequence on the device; what is queued from now on sees its pages."""
+    def resident(self, sequence: Sequence) -> PageTable:
+        """The table of a sequence on the device. Work queued from now on waits until its pages have
+        arrived.
+        """
         own = isinstance(sequence, Sequence) and sequence.cache is self
-        # One from before a `reset` has a row, but its table is of a pool that is gone.
+        # A handle from before a `reset` has a row, but its table belongs to a discarded pool.
         if not own or sequence.row is None or not self.pool.holds([sequence.table]):
-            raise ValueError(self._stranger(sequence))
-        if sequence.arrival is not None:
-            sequence.arrival.wait()
-            sequence.arrival = None
+            raise ValueError(self._describe_foreign(sequence))
+        if sequence.pending_transfer is not None:
+            sequence.pending_transfer.wait()
+            sequence.pending_transfer = None
         return sequence.table
 
-    def _residents(self, sequences: abc.Sequence[Sequence]) -> list[Table]:
-        """`resident` for many, most of which have long been there."""
+    def _residents(self, sequences: abc.Sequence[Sequence]) -> list[PageTable]:
+        """`resident` for many sequences; the fast path skips sequences that need no wait."""
         for s in sequences:
-            if s.cache is not self or s.row is None or s.arrival is not None:
+            if s.cache is not self or s.row is None or s.pending_transfer is not None:
                 self.resident(s)
         tables = [s.table for s in sequences]
         return tables if self.pool.holds(tables) else [self.resident(s) for s in sequences]
 
-    def _stranger(self, sequence: Sequence) -> str:
+    def _describe_foreign(self, sequence: Sequence) -> str:
         if not isinstance(sequence, Sequence):
-            return f"{sequence!r} is no sequence"
+            return f"{sequence!r} is not a sequence"
         if sequence.cache is not self:
             return "a sequence of another cache"
         gone = sequence.table not in self.pool.tables
         return f"the sequence was {'freed already' if gone else 'swapped out'}"
 
-    def unseat(self, sequence: Sequence) -> None:
-        """The sequence leaves the host table, to be seated again or freed."""
+    def release_row(self, sequence: Sequence) -> None:
+        """Take the sequence out of the host table: it is about to be swapped out or freed."""
         self.resident(sequence)
         self.host_table.free_rows.append(sequence.row)
         sequence.row = None
 
-    def seat(self, sequence: Sequence) -> None:
-        """A sequence that left the host table takes a row of it again."""
+    def assign_row(self, sequence: Sequence) -> None:
+        """Give a sequence that was swapped in a row of the host table."""
         own = isinstance(sequence, Sequence) and sequence.cache is self and sequence.row is None
         if not own or not self.pool.holds([sequence.table]) or not self.host_table.free_rows:
-            raise ValueError(f"{sequence!r} has no row to take, or its pages are not here")
-        sequence.row = self._seat(sequence.table)
+            raise ValueError(f"{sequence!r} needs no row, or its pages are not on the device")
+        sequence.row = self._assign_row(sequence.table)
 
-    def _seat(self, table: Table) -> int:
+    def _assign_row(self, table: PageTable) -> int:
         row = self.host_table.free_rows.pop()
-        self.host_table.put(row, 0, table.since(0))
+        self.host_table.put(row, 0, table.pages_from(0))
         return row
 
-    def _graft(self, table: Table, source: int, num_tokens: int) -> int:
-        """Tokens reused by copy: none if there is no page to copy to."""
-        copies = self.pool.graft(table, source, num_tokens)
+    def _copy_partial_page(self, table: PageTable, source: int, num_tokens: int) -> int:
+        """The number of tokens reused by copy: 0 if no page is free to copy to."""
+        copies = self.pool.copy_partial_page(table, source, num_tokens)
         if isinstance(copies, NoRoom):
             return 0
         self.pages.copy(copies)
@@ -373,4 +384,4 @@ class KVCache:
 
 
 def _ids(tokens: abc.Sequence[int] | Tensor) -> list[int]:
-    return words(tokens.tolist() if isinstance(tokens, Tensor) else tokens).tolist()
+    return pack_token_ids(tokens.tolist() if isinstance(tokens, Tensor) else tokens).tolist()

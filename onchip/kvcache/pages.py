@@ -1,5 +1,5 @@
-"""The tensors of the cache: keys and values of every layer, in pages, and their scales if the pages
-are of 8 bits.
+"""The tensors of the cache: keys and values of every layer in pages, with scales if pages are int8
+or fp8.
 """
 
 import math
@@ -19,10 +19,10 @@ MAX_PAGE_SIZE = 256
 
 @dataclass(frozen=True)
 class Spec:
-    """What one page holds: page_size tokens of num_layers layers, num_kv_heads heads each, keys of
-    head_dim and values of head_dim_v (the same if not given). dtype: of the keys and values that
-    are written; kv_dtype: what pages hold them in, torch.int8 or torch.float8_e4m3fn with a scale
-    for each token and head, None for dtype itself.
+    """The contents of one page: page_size tokens of num_layers layers, num_kv_heads heads each,
+    keys of head_dim and values of head_dim_v (default: head_dim). dtype: of the keys and values
+    that are written. kv_dtype: the dtype in pages, torch.int8 or torch.float8_e4m3fn with a scale
+    for each token and head, or None for dtype itself.
     """
 
     num_layers: int
@@ -55,7 +55,7 @@ class Spec:
             raise ValueError(f"kv_dtype {self.kv_dtype} is not one of {formats}, None")
 
     def stored_as(self, name: str | None) -> "Spec":
-        """The same with pages of this kv_dtype: "fp8", "int8", or None for dtype."""
+        """This spec with pages of kv_dtype "fp8", "int8", or None for dtype."""
         return replace(self, kv_dtype=format_of(name))
 
     @property
@@ -75,7 +75,7 @@ class Spec:
     @property
     def scales_page(self) -> tuple[int, int, int]:
         """The scales of the keys (or values) of one page: (num_layers, num_kv_heads, page_size).
-        Those of a head lie side by side, because who reads one reads them all.
+        The scales of a head are contiguous, because a kernel reads all of them together.
         """
         return (self.num_layers, self.num_kv_heads, self.page_size)
 
@@ -91,12 +91,12 @@ class Spec:
         return num_bytes // self.page_bytes
 
 
-class Pages:
+class PageTensors:
     """k: (num_layers, num_pages, page_size, num_kv_heads, head_dim); v: the same, head_dim_v.
     k_scales, v_scales: (num_layers, num_pages, num_kv_heads, page_size), None unless quantised.
 
-    The memory is not cleared, when it is allocated or when a page is freed: slots past a sequence's
-    length and pages of nobody hold anything, NaN included, and no reader looks at them.
+    The memory is never cleared, neither on allocation nor when a page is freed. Slots behind a
+    sequence's length and free pages hold arbitrary values, NaN included; no kernel reads them.
     """
 
     def __init__(self, spec: Spec, pool: Pool):
@@ -122,11 +122,11 @@ class Pages:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that a page has, each (num_layers, num_pages, ...): what is copied or moved together.
-        Numbers of e4m3 come as bytes, which torch can index.
+        """All tensors of the pages, each (num_layers, num_pages, ...): they are copied and moved
+        together. e4m3 is viewed as int8, because torch cannot index float8.
         """
-        found = [t for t in (self.k, self.v, self.k_scales, self.v_scales) if t is not None]
-        return [t.view(torch.int8) if t.dtype == torch.float8_e4m3fn else t for t in found]
+        tensors = [t for t in (self.k, self.v, self.k_scales, self.v_scales) if t is not None]
+        return [t.view(torch.int8) if t.dtype == torch.float8_e4m3fn else t for t in tensors]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """(k_pages, v_pages) of one layer, as paged_attention takes them."""
@@ -135,8 +135,8 @@ class Pages:
         return self.k[layer], self.v[layer]
 
     def scales(self, layer: int) -> dict[str, Tensor]:
-        """k_scales and v_scales of one layer, as paged_attention takes them; none where pages are
-        not quantised.
+        """k_scales and v_scales of one layer, as paged_attention takes them; empty unless pages are
+        quantised.
         """
         if self.k_scales is None or self.v_scales is None:
             return {}
@@ -147,9 +147,9 @@ class Pages:
         }
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        """k: (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v) go to the
-        slots of slot_mapping, int32 (tokens,); slot page * page_size + offset, -1 writes nothing.
-        Pages of 8 bits get them quantised.
+        """Write k (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v) to the
+        slots of slot_mapping, int32 (tokens,): page * page_size + offset, -1 writes nothing. int8
+        and fp8 pages quantise them.
         """
         pages = *self.layer(layer), *self.scales(layer).values()
         self._check_write(k, v, slot_mapping)
@@ -158,8 +158,8 @@ class Pages:
         _scatter(k, v, pages, slot_mapping)
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Page copies of all layers at once. No page is the target of two, or of one and the source
-        of another: the pool copies to pages it has just taken.
+        """Copy pages in all layers at once. No target is listed twice, and no target is also a
+        source: the pool copies only to pages that it has just taken.
         """
         if not copies:
             return
@@ -185,7 +185,7 @@ class Pages:
             raise ValueError(f"slot_mapping must be torch.int32 on {self.k.device}, got {got}")
 
     def _check_slots(self, slot_mapping: Tensor) -> None:
-        """Only pages that exactly one table holds are written."""
+        """Raise ValueError unless exactly one table holds each page that is written."""
         slots = slot_mapping[slot_mapping != -1]
         for page in (slots // self.spec.page_size).unique_consecutive().tolist():
             if not 0 < page < self.pool.num_pages:
@@ -197,12 +197,12 @@ class Pages:
 
 
 def _scatter(k: Tensor, v: Tensor, pages: tuple[Tensor, ...], slot_mapping: Tensor) -> None:
-    """pages: k_pages, v_pages, and their scales if there are any."""
+    """pages: k_pages and v_pages, with their scales if they are quantised."""
     if kernel := _kernel(k.device):
         k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
         kernel.write(k, v, *pages[:2], slot_mapping, *pages[2:])
         return
-    slots = slot_mapping.long().clamp(min=0)  # -1 goes to the null page, which nobody reads
+    slots = slot_mapping.long().clamp(min=0)  # -1 is written to the null page, which is never read
     if len(pages) == 2:
         for new, target in zip((k, v), pages, strict=True):
             target.flatten(0, 1).index_copy_(0, slots, new)
@@ -213,7 +213,7 @@ def _scatter(k: Tensor, v: Tensor, pages: tuple[Tensor, ...], slot_mapping: Tens
 
 
 def _kernel(device: torch.device) -> ModuleType | None:
-    """The module that writes and copies in one launch, where Triton runs."""
+    """The Triton module that writes and copies in one launch; None without Triton."""
     if device.type != "cuda" or not device_info(device).has_triton:
         return None
     from onchip.kernels.llm import kv_write
@@ -222,5 +222,5 @@ def _kernel(device: torch.device) -> ModuleType | None:
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:
-    """A small host tensor on the device, without waiting for it there."""
+    """Copy a small host tensor to the device without blocking the host."""
     return t if device.type == "cpu" else t.pin_memory().to(device, non_blocking=True)

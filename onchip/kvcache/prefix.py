@@ -1,13 +1,13 @@
-"""Prefixes that were computed before: found again by what they say, never by where they lie.
+"""The prefix index: it finds computed pages by their token ids.
 
-A history of full pages has a key: SHA-256 over the key of the history before the last page and the
+A history of full pages has a key: SHA-256 over the key of the history before its last page and the
 token ids of that page. The first key is made from the page size and a salt, so tenants with
-different salts share nothing. Pages that follow the same key lie sorted by their token ids, which
-are compared themselves: a page that agrees in full is shared, one that agrees at its start (it may
-not be full) is reused by copying it.
+different salts share nothing. Pages that follow the same key are sorted by their token ids, and the
+ids themselves are compared: a page that agrees in full is shared; a page that agrees at its start
+(it need not be full) is reused by copy.
 
-A page enters when its keys and values are written (`publish`), and leaves when the pool takes the
-page for something else or a table overwrites it.
+`publish` enters a page when its keys and values are written. The page is removed when the pool
+takes it for other tokens or a table overwrites it.
 """
 
 from array import array
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
-from onchip.kvcache.pool import Pool, Table, whole
+from onchip.kvcache.pool import PageTable, Pool, as_int
 
 _ROOT = b"onchip.kvcache.prefix.1"
-_WORD = 8  # bytes of a token id
+_ID_BYTES = 8  # bytes of a token id
 
 
 class Chain:
@@ -40,25 +40,25 @@ class Chain:
 
 
 class Hit(NamedTuple):
-    """What a request finds: full pages to share, then `copied` tokens of page `source` to copy."""
+    """The match of a request: full pages to share, then `copied` tokens of page `source`."""
 
     pages: tuple[int, ...]
     keys: tuple[bytes, ...]
     source: int | None
     copied: int
-    tokens: int  # shared and copied, always less than the request
+    tokens: int  # shared and copied, always less than the length of the request
 
 
-class Stats(NamedTuple):
-    """Totals over all matches: tokens asked for, found in shared pages, found by copy."""
+class PrefixStats(NamedTuple):
+    """Totals over all matches: tokens requested, found in shared pages, found by copy."""
 
-    asked_tokens: int = 0
+    requested_tokens: int = 0
     shared_tokens: int = 0
     copied_tokens: int = 0
 
 
 class _Entry(NamedTuple):
-    """What a page says: its token ids, 8 bytes each, after the history of this key."""
+    """The contents of a page: its token ids, 8 bytes each, after the history `parent`."""
 
     parent: bytes
     ids: bytes
@@ -68,26 +68,26 @@ class PrefixIndex:
     """Which pages of a pool hold which prefixes.
 
     The shortest hit is one token, whatever the page size; the longest leaves one token of the
-    request to compute. Several pages may hold the same prefix: tables are never re-mapped. Cached
-    pages that no table holds are taken least recently used first, the tail of a sequence before its
-    head.
+    request to compute. Several pages may hold the same prefix: tables are never re-mapped. The pool
+    takes cached pages that no table holds least recently used first, the tail of a sequence before
+    its head.
     """
 
     def __init__(self, pool: Pool):
         self._pool = pool
         self._page_size = pool.page_size
         self._entries: dict[int, _Entry] = {}
-        # key -> (ids, page) of the pages that follow, sorted: what starts most alike is adjacent
-        self._after: dict[bytes, list[tuple[bytes, int]]] = {}
+        # key -> sorted (ids, page) of the pages that follow: the best match is a neighbour
+        self._followers: dict[bytes, list[tuple[bytes, int]]] = {}
         self._epoch = 0
-        self.stats = Stats()
+        self.stats = PrefixStats()
         pool.watch(self._remove)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def root(self, salt: str = "") -> bytes:
-        """The start of every chain under this salt, until the next `clear`."""
+        """The first key of every chain under this salt, until the next `clear`."""
         if not isinstance(salt, str):
             raise ValueError(f"{salt=} must be a string")
         secret = salt.encode()
@@ -97,29 +97,34 @@ class PrefixIndex:
     def match(self, tokens: Sequence[int], root: bytes) -> Hit:
         """The longest computed prefix of a request, at most all of its tokens but one."""
         size, limit = self._page_size, len(tokens) - 1
-        ids = words(tokens).tobytes()
+        ids = pack_token_ids(tokens).tobytes()
         pages: list[int] = []
         chain = Chain(root)
         while True:
             start = len(pages) * size
-            wanted = ids[start * _WORD : min(start + size, limit) * _WORD]
-            page, agreed = self._nearest(chain.last, wanted)
+            wanted = ids[start * _ID_BYTES : min(start + size, limit) * _ID_BYTES]
+            page, agreed = self._longest_match(chain.last, wanted)
             if agreed < size:
                 break
             pages.append(page)
             chain.keys.append(_key(chain.last, wanted))
-        self._count(len(tokens), start, agreed)
+        self._add_stats(len(tokens), start, agreed)
         source = page if agreed else None
         return Hit(tuple(pages), tuple(chain.keys), source, agreed, start + agreed)
 
     def publish(
-        self, table: Table, tokens: Sequence[int], length: int, chain: Chain, final: bool = False
+        self,
+        table: PageTable,
+        tokens: Sequence[int],
+        length: int,
+        chain: Chain,
+        final: bool = False,
     ) -> None:
-        """Keys and values of tokens[:length] are written to the table's pages; chain knows the full
-        pages that were published before and learns the new ones. A last page that is not full
-        enters when it is first seen, and with all its tokens when it is `final`.
+        """Enter the pages of tokens[:length], after their keys and values are written. chain holds
+        the keys of the full pages published before and gets the new keys. A last page that is not
+        full enters when it begins, and again with all its tokens when `final`.
         """
-        size, length = self._page_size, whole("length", length)
+        size, length = self._page_size, as_int("length", length)
         done, full = len(chain.keys), length // size
         if (
             not self._pool.holds([table])
@@ -129,68 +134,72 @@ class PrefixIndex:
             raise ValueError(
                 f"cannot publish {length=} of {len(tokens)} tokens of {table}, after {done} pages"
             )
-        ids = words(tokens[done * size : length]).tobytes()
+        ids = pack_token_ids(tokens[done * size : length]).tobytes()
         for i in range(done, full):
-            page_ids = ids[(i - done) * size * _WORD : (i - done + 1) * size * _WORD]
+            page_ids = ids[(i - done) * size * _ID_BYTES : (i - done + 1) * size * _ID_BYTES]
             self._insert(table[i], _Entry(chain.last, page_ids))
             chain.keys.append(_key(chain.last, page_ids))
         tail = length - full * size
         if tail and self._pool.filled(table[full]) < (tail if final else 1):
-            self._insert(table[full], _Entry(chain.last, ids[-tail * _WORD :]))
+            self._insert(table[full], _Entry(chain.last, ids[-tail * _ID_BYTES :]))
 
     def clear(self) -> None:
-        """Forget everything (new weights, say); cached free pages go blank. What sequences publish
-        that were there before is never found.
+        """Remove all entries, for example for new weights; cached free pages become blank. Pages
+        that older sequences publish afterwards never match.
         """
         self._epoch += 1
         for page in list(self._entries):
             self._remove(page)
-            self._pool.keep(page, 0)
+            self._pool.mark_cached(page, 0)
 
     def check(self) -> None:
-        """Raise AssertionError unless each page is listed once, in order, and the pool keeps
-        exactly these pages with as many slots.
+        """Raise AssertionError unless each page is listed once, in order, and the pool marks
+        exactly these pages as cached, with as many slots.
         """
         pool = self._pool
-        kept = {page: n for page in range(1, pool.num_pages) if (n := pool.filled(page))}
-        listed = [(key, *one) for key, many in self._after.items() for one in many]
+        cached = {page: n for page in range(1, pool.num_pages) if (n := pool.filled(page))}
+        listed = [(key, *pair) for key, pairs in self._followers.items() for pair in pairs]
         entries = [(e.parent, e.ids, page) for page, e in self._entries.items()]
-        if kept != {page: len(e.ids) // _WORD for page, e in self._entries.items()}:
-            raise AssertionError("the pool keeps other pages than the prefix index")
-        if sorted(listed) != sorted(entries) or any(m != sorted(m) for m in self._after.values()):
+        if cached != {page: len(e.ids) // _ID_BYTES for page, e in self._entries.items()}:
+            raise AssertionError("the pool caches other pages than the prefix index")
+        if sorted(listed) != sorted(entries) or any(
+            m != sorted(m) for m in self._followers.values()
+        ):
             raise AssertionError("the prefix index lists other pages than it holds")
 
-    def _nearest(self, key: bytes, wanted: bytes) -> tuple[int, int]:
-        """The page after `key` that starts most like `wanted`, and by how many tokens (0: none)."""
-        many = self._after.get(key, ())
+    def _longest_match(self, key: bytes, wanted: bytes) -> tuple[int, int]:
+        """The page after `key` with the longest common start with `wanted`, and the number of
+        tokens in common (0: no page).
+        """
+        many = self._followers.get(key, ())
         at = bisect_left(many, (wanted,))
         best = (0, 0)
         for ids, page in many[max(0, at - 1) : at + 1]:
-            best = max(best, (_agreed(ids, wanted), page))
+            best = max(best, (_common_prefix(ids, wanted), page))
         return best[1], best[0]
 
     def _insert(self, page: int, entry: _Entry) -> None:
         if page in self._entries:
             self._remove(page)
-        insort(self._after.setdefault(entry.parent, []), (entry.ids, page))
+        insort(self._followers.setdefault(entry.parent, []), (entry.ids, page))
         self._entries[page] = entry
-        self._pool.keep(page, len(entry.ids) // _WORD)
+        self._pool.mark_cached(page, len(entry.ids) // _ID_BYTES)
 
     def _remove(self, page: int) -> None:
         entry = self._entries.pop(page)
-        many = self._after[entry.parent]
+        many = self._followers[entry.parent]
         del many[bisect_left(many, (entry.ids, page))]
         if not many:
-            del self._after[entry.parent]
+            del self._followers[entry.parent]
 
-    def _count(self, asked: int, shared: int, copied: int) -> None:
+    def _add_stats(self, asked: int, shared: int, copied: int) -> None:
         a, s, c = self.stats
-        self.stats = Stats(a + asked, s + shared, c + copied)
+        self.stats = PrefixStats(a + asked, s + shared, c + copied)
 
 
-def words(tokens: Sequence[int]) -> array:
-    """Token ids as 64-bit words, refused in a sentence if they are something else."""
-    if isinstance(tokens, (bytes, bytearray)):  # array would take them for the memory of words
+def pack_token_ids(tokens: Sequence[int]) -> array:
+    """Token ids as 64-bit integers; a ValueError if they are anything else."""
+    if isinstance(tokens, (bytes, bytearray)):  # array would read them as raw memory
         tokens = list(tokens)
     try:
         return array("q", tokens)
@@ -203,9 +212,9 @@ def _key(parent: bytes, ids: bytes) -> bytes:
     return sha256(parent + len(ids).to_bytes(8, "little") + ids).digest()
 
 
-def _agreed(a: bytes, b: bytes) -> int:
-    """How many token ids agree before the first that differs."""
+def _common_prefix(a: bytes, b: bytes) -> int:
+    """The number of token ids before the first that differs."""
     if a == b:
-        return len(a) // _WORD
-    ends = range(_WORD, min(len(a), len(b)) + 1, _WORD)
+        return len(a) // _ID_BYTES
+    ends = range(_ID_BYTES, min(len(a), len(b)) + 1, _ID_BYTES)
     return bisect_left(ends, True, key=lambda end: a[:end] != b[:end])

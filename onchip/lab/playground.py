@@ -10,7 +10,7 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from onchip.kvcache.pool import Copy, NoRoom, Pool, Table
+from onchip.kvcache.pool import Copy, NoRoom, PageTable, Pool
 from onchip.kvcache.prefix import Chain, PrefixIndex
 
 NUM_PAGES, PAGE_SIZE = 25, 4
@@ -52,7 +52,7 @@ class Sequence:
 
     name: str
     family: str
-    table: Table
+    table: PageTable
     tokens: list[int]
     chain: Chain
     cost: int = 0
@@ -130,7 +130,7 @@ class Playground:
         root = self.index.root()
         hit = self.index.match(tokens, root)
         table = self.pool.adopt(hit.pages)
-        copied = self._graft(table, hit.source, hit.copied)
+        copied = self._copy_partial_page(table, hit.source, hit.copied)
         found = table.length
         grown = self.pool.extend(table, len(tokens) - found)
         if isinstance(grown, NoRoom):
@@ -142,9 +142,9 @@ class Playground:
         self.sequences[name] = sequence
         return _found(name, len(tokens), len(hit.pages), copied)
 
-    def _graft(self, table: Table, source: int | None, count: int) -> int:
+    def _copy_partial_page(self, table: PageTable, source: int | None, count: int) -> int:
         """Words that come by copying the start of a page; none if there is no page to copy to."""
-        copies = [] if source is None else self.pool.graft(table, source, count)
+        copies = [] if source is None else self.pool.copy_partial_page(table, source, count)
         if not copies or isinstance(copies, NoRoom):
             return 0
         self._copy(copies)

@@ -430,7 +430,7 @@ def _v2_backward_head(count: _Count, n: Visits, dlse: bool) -> Traffic:
 def _split_head(count: _Count, rule: Visibility, num_splits: int) -> Traffic:
     rows, total = (0, rule.seqlen_q), Traffic()
     for keys in shares(rule.seqlen_k, num_splits):
-        total += _part_head(count, rule.part(rows, keys))
+        total += _part_head(count, rule.restrict(rows, keys))
     return total + _merge_head(count, rule.seqlen_q, num_splits)
 
 
@@ -438,7 +438,7 @@ def _ring_head(count: _Count, rule: Visibility, num_ranks: int) -> Traffic:
     total, chunks = Traffic(), shares(rule.seqlen_k, num_ranks)
     for rows in shares(rule.seqlen_q, num_ranks):
         n = rows[1] - rows[0]
-        rules = [part for keys in chunks if (part := rule.part(rows, keys)).spans(0, n)]
+        rules = [part for keys in chunks if (part := rule.restrict(rows, keys)).spans(0, n)]
         for i, part in enumerate(rules):
             name = "state" if i == 0 else "parts"
             total += _part_head(count, part, name)

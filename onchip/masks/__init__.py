@@ -1,4 +1,4 @@
-"""Masks as data: rules that combine with & | ~, built into EMPTY, PARTIAL and FULL blocks."""
+"""Masks: rules that combine with & | ~, built into EMPTY, PARTIAL and FULL blocks."""
 
 from .bits import BLOCK
 from .blockmask import BlockLists, BlockMask

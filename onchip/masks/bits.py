@@ -1,4 +1,4 @@
-"""Bit tiles: 128 x 128 booleans as (128, 4) int32 words, and what masks need to do with them."""
+"""Bit tiles: 128 x 128 booleans as (128, 4) int32 words, and operations on them."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,10 +14,10 @@ _MASK64 = (1 << 64) - 1
 
 
 class Bits(NamedTuple):
-    """n bit tiles without repetition: tile number t of the n is `tiles[which[t]]`."""
+    """n bit tiles, each distinct one stored once: tile t of the n is `tiles[tile_ids[t]]`."""
 
     tiles: Tensor  # (distinct, 128, 4) int32
-    which: Tensor  # (n,) int64
+    tile_ids: Tensor  # (n,) int64
 
 
 def _signed(value: int, width: int) -> int:
@@ -26,8 +26,8 @@ def _signed(value: int, width: int) -> int:
     return value - (1 << width) if value >> (width - 1) else value
 
 
-# Eight bools are one (little-endian) int64 of 0 or 1 per byte. Times this constant, byte t lands on
-# bit 56 + t and no two partial products share a bit, so the top byte is the packed result.
+# Eight bools are one (little-endian) int64 of 0 or 1 per byte. Times this constant, byte t is moved
+# to bit 56 + t, and no two partial products share a bit, so the top byte is the packed result.
 _GATHER = sum(1 << (56 - 7 * t) for t in range(8))
 
 # byte -> its eight bits as the eight bytes of an int64: the inverse table.
@@ -60,7 +60,7 @@ def unpack(words: Tensor) -> Tensor:
 
 
 def interval_tiles(lo: Tensor, hi: Tensor) -> Tensor:
-    """Tiles whose row r is set on the cells [lo, hi): two (n, 128) in [0, 128] to (n, 128, 4)."""
+    """Tiles with the cells [lo, hi) of each row set: two (n, 128) in [0, 128] to (n, 128, 4)."""
     upper = _PREFIX.index_select(0, hi.flatten().int())
     lower = _PREFIX.index_select(0, lo.flatten().int())
     return (upper & ~lower).view(*lo.shape, WORDS)
@@ -84,7 +84,7 @@ def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Representatives and inverse of the distinct rows of an int64 matrix (n, w).
 
     `rows[representatives][inverse]` equals `rows`. Rows are grouped by a 64-bit hash; the groups
-    are then compared cell by cell, and an exact (slow) sort takes over if the hash ever lied.
+    are then compared cell by cell, and after a hash collision an exact (slow) sort takes over.
     """
     count = rows.shape[0]
     # A product keeps the low zeros of its factors: fold the high half down before multiplying.
@@ -101,7 +101,7 @@ def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def distinct_tiles(tiles: Tensor) -> Bits:
-    """Every tile once."""
+    """Store every distinct tile once."""
     if tiles.shape[0] < 2:
         return Bits(tiles, torch.zeros(tiles.shape[0], dtype=torch.int64))
     keep, index = distinct_rows(tiles.reshape(tiles.shape[0], -1).view(torch.int64))
@@ -111,7 +111,7 @@ def distinct_tiles(tiles: Tensor) -> Bits:
 def distinct_pairs(a: Bits, b: Bits) -> tuple[Tensor, Tensor, Tensor]:
     """The pairs that two lists of n tiles form, each once: left tiles, right tiles, index (n,)."""
     width = len(b.tiles)
-    pairs, index = torch.unique(a.which * width + b.which, return_inverse=True)
+    pairs, index = torch.unique(a.tile_ids * width + b.tile_ids, return_inverse=True)
     return a.tiles[pairs // width], b.tiles[pairs % width], index
 
 

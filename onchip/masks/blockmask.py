@@ -1,7 +1,7 @@
 """BlockMask: a mask as data, in blocks of 128 queries x 128 keys.
 
 A block is EMPTY (not listed: never touched), FULL (listed: no mask arithmetic) or PARTIAL (listed
-with the number of a bit tile). Kernels read lists and tiles; they never see the rule behind them.
+with the number of a bit tile). Kernels read lists and tiles, never the rule itself.
 """
 
 from functools import cached_property
@@ -34,7 +34,7 @@ class BlockLists(NamedTuple):
         return BlockLists(full, full_indices, partial, *entries)
 
     def repeat_batch(self, n: int) -> "BlockLists":
-        """The planes of all batch entries n times over."""
+        """The planes of all batch entries, repeated n times."""
         repeat = lambda offsets, entries: torch.cat([offsets + i * entries for i in range(n)])
         return BlockLists(
             repeat(self.full_offsets, len(self.full_indices)),
@@ -52,9 +52,9 @@ class BlockMask:
     tiles (num_tiles, 128, 4) int32: bit k % 32 of word k // 32 of row q is 1 iff query q of the
     block sees key k of the block. Tiles are stored once, and shared by rows and cols.
 
-    The leading plane dimensions are 1 where all batch entries (heads) share the mask. In blocks
-    that reach past seqlen_q or seqlen_k, the cells outside are 0 in the tile; such a block is FULL
-    when all its cells *inside* are visible, so kernels bound-check the ragged end themselves.
+    The leading plane dimensions are 1 if all batch entries (heads) share the mask. In blocks that
+    extend past seqlen_q or seqlen_k, the cells outside are 0 in the tile; such a block is FULL if
+    all its cells *inside* are visible, so kernels bound-check the ragged end themselves.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class BlockMask:
         return [*self.rows, *self.cols, self.tiles]
 
     def to(self, device: torch.device | str) -> "BlockMask":
-        """This mask on another device (itself if it is already there)."""
+        """This mask on another device (itself if it is on that device)."""
         if torch.device(device) == self.device:
             return self
         moved = [t.to(device) for t in self.tensors()]
         return BlockMask.from_tensors(moved, self.seqlen_q, self.seqlen_k)
 
     def of_heads(self, lo: int, hi: int) -> "BlockMask":
-        """This mask for heads [lo, hi) alone (itself where heads share it)."""
+        """This mask for heads [lo, hi) alone (itself if heads share it)."""
         if self.shape[1] == 1 or (lo, hi) == (0, self.shape[1]):
             return self
         if (lo, hi) not in self._parts:
@@ -96,7 +96,7 @@ class BlockMask:
         return self._parts[lo, hi]
 
     def repeat_batch(self, n: int) -> "BlockMask":
-        """This mask for a batch n times over (itself where batch entries share it)."""
+        """This mask for a batch repeated n times (itself if batch entries share it)."""
         if self.shape[0] == 1 or n == 1:
             return self
         rows, cols = (lists.repeat_batch(n) for lists in (self.rows, self.cols))
@@ -160,7 +160,7 @@ class BlockMask:
 
     @cached_property
     def host(self) -> "HostRows":
-        """The row lists as Python lists, made once: what the CPU kernels walk."""
+        """The row lists as Python lists, made once, for the CPU kernels."""
         return HostRows.of(self)
 
     def show(self, b: int = 0, h: int = 0, width: int | None = None, path: str | None = None):
@@ -184,7 +184,7 @@ class HostRows(NamedTuple):
     """Row lists for Python code; row = (b * planes_h + h) * query_blocks + i.
 
     Run r of a row covers the key blocks run_starts[r] : run_stops[r], all of them non-empty. tiles
-    starts with an empty and a full tile, so that every block has a tile there.
+    starts with an empty and a full tile, so that every block has a tile in it.
     """
 
     run_offsets: list[int]
@@ -261,7 +261,7 @@ def assemble(shape: tuple, keys: Tensor, full: Tensor, ids: Tensor, tiles: Tenso
 
 
 def _offsets(planes: tuple[int, int], rows: int, width: int, keys: Tensor) -> Tensor:
-    """Where each row begins in ascending keys row * width + column, as (*planes, rows + 1)."""
+    """The start of each row in ascending keys row * width + column, as (*planes, rows + 1)."""
     first_row = torch.arange(planes[0] * planes[1]).view(*planes, 1) * rows
     bounds = (first_row + torch.arange(rows + 1)) * width
     return torch.searchsorted(keys, bounds, out_int32=True)
@@ -270,12 +270,12 @@ def _offsets(planes: tuple[int, int], rows: int, width: int, keys: Tensor) -> Te
 def _planes(
     offsets: Tensor, entries: tuple[Tensor, ...], lo: int, hi: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """Offsets of the planes [:, lo:hi], and what these own of the entries."""
+    """Offsets of the planes [:, lo:hi], and the entries of these planes."""
     owned = [slice(int(o[lo, 0]), int(o[hi - 1, -1])) for o in offsets.cpu()]
     counts = offsets[:, lo:hi].diff()
     ends = counts.flatten().cumsum(0).view_as(counts)
-    kept = torch.cat([(ends - counts)[..., :1], ends], -1).int()
-    return kept, [torch.cat([t[own] for own in owned]) for t in entries]
+    selected = torch.cat([(ends - counts)[..., :1], ends], -1).int()
+    return selected, [torch.cat([t[own] for own in owned]) for t in entries]
 
 
 def flat_offsets(offsets: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def flat_offsets(offsets: Tensor) -> Tensor:
 
 
 def owners(offsets: Tensor, entries: int | None = None) -> Tensor:
-    """The row of every entry. Who says how many there are need not wait for a GPU."""
+    """The row of every entry. If the number of entries is given, the host does not wait."""
     rows = torch.arange(offsets.numel() - 1, device=offsets.device)
     return torch.repeat_interleave(rows, offsets.diff(), output_size=entries)
 

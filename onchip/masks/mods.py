@@ -1,7 +1,7 @@
-"""Mask expressions: what a query may see, said without lengths.
+"""Mask expressions: which keys a query sees, independent of lengths.
 
-A `Mask` is built for lengths when they are known. In all of them, p = q + seqlen_k - seqlen_q is
-the position of query q among the keys (bottom-right: the last query stands at the last key).
+A `Mask` is built when the lengths are known. Everywhere p = q + seqlen_k - seqlen_q is the position
+of query q among the keys (bottom-right aligned: the last query is at the last key).
 """
 
 import inspect
@@ -19,18 +19,18 @@ from .blockmask import BlockMask
 from .nodes import Grid, Interval, Node
 from .trace import depends_on_planes
 
-_REMEMBERED = 4  # builds kept per expression: a training and an evaluation length, twice
-_NUMBERS = count(2)  # torch.compile makes constants of 0 and 1, and a variable of another number
+_MAX_BUILDS = 4  # builds cached per expression: a training and an evaluation length, twice
+_NUMBERS = count(2)  # torch.compile specialises on 0 and 1; other numbers become variables
 _NUMBERED: WeakValueDictionary[int, "Mask"] = WeakValueDictionary()
 
 Planes = tuple[bool, bool]  # does a rule differ between batch entries, between heads?
 
 
 class Mask:
-    """A rule for visibility that can be combined (`&`, `|`, `~`), built and shown.
+    """A visibility rule that can be combined (`&`, `|`, `~`), built and shown.
 
-    Where a rule takes tensors it copies them to the host at once, so changing them later changes
-    nothing; a function passed to `mod` must be pure.
+    A rule copies its tensors to the host at once, so later changes to them have no effect. A
+    function passed to `mod` must be pure.
     """
 
     def __init__(
@@ -39,19 +39,19 @@ class Mask:
         resolve: Callable[[Grid], Node],
         depends: Planes | Callable[[torch.device], Planes] = (False, False),
     ):
-        """text: how it prints. resolve and depends are functions that can be pickled, of arguments
-        that can: a DataLoader sends masks to its workers and back.
+        """text: its repr. resolve and depends are picklable functions of picklable arguments: a
+        DataLoader sends masks to its workers and back.
         """
         self._text = text
         self._resolve = resolve
         self._depends = depends
-        self._forget()
+        self._reset_builds()
 
-    def _forget(self) -> None:
-        """Begin without results, under a new number: a mask that a graph makes has none."""
+    def _reset_builds(self) -> None:
+        """Start without built masks, under a new number; masks made inside a graph have none."""
         self._built: dict[tuple, BlockMask] = {}
         self._planes: dict[torch.device, Planes] = {}
-        self.number: Any = None  # an int, in a graph a symbol
+        self.number: Any = None  # an int, or a SymInt in a graph
         if not torch.compiler.is_compiling():
             self.number = next(_NUMBERS)
             _NUMBERED[self.number] = self
@@ -61,7 +61,7 @@ class Mask:
 
     def __setstate__(self, state: tuple) -> None:
         self._text, self._resolve, self._depends = state
-        self._forget()
+        self._reset_builds()
 
     def build(
         self,
@@ -71,7 +71,7 @@ class Mask:
         seqlen_k: int,
         device: torch.device | str = "cpu",
     ) -> BlockMask:
-        """This mask as data for these lengths, on `device`; the last few results are kept.
+        """The BlockMask for these lengths, on `device`; the last few are cached.
 
         The lists are made on the CPU and copied to the device once. Only a `mod` function runs on
         the device (where the tensors it captures should be).
@@ -81,21 +81,21 @@ class Mask:
         if built is None:
             built = nodes.build(self._resolve(grid)).to(device)
             self._built[grid] = built
-            for oldest in list(self._built)[:-_REMEMBERED]:
+            for oldest in list(self._built)[:-_MAX_BUILDS]:
                 self._built.pop(oldest, None)
         return built
 
     def node(
         self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device | str
     ) -> Node:
-        """This mask for these lengths before it is data: what `parts` cuts."""
+        """This mask for these lengths as a node, from which `submask` selects."""
         return self._resolve(self._grid(batch, heads, seqlen_q, seqlen_k, torch.device(device)))
 
     def _grid(
         self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device
     ) -> Grid:
         per_batch, per_head = True, True
-        if batch and heads and seqlen_q and seqlen_k:  # else there is no index to try a mod with
+        if batch and heads and seqlen_q and seqlen_k:  # otherwise a mod has no index to run on
             per_batch, per_head = self.depends(device)
         planes = (batch if per_batch else 1, heads if per_head else 1)
         return Grid(*planes, seqlen_q, seqlen_k, device)
@@ -104,7 +104,7 @@ class Mask:
         self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device
     ) -> Tensor:
         """This mask by torch operations alone, for a graph that makes it from its own tensors: the
-        bounds of `spans` where each query sees one interval, else a dense mask.
+        bounds of `spans` if each query sees one interval, else a dense mask.
         """
         node = self._resolve(Grid(batch, heads, seqlen_q, seqlen_k, device))
         if not isinstance(node, Interval):
@@ -148,8 +148,8 @@ class Mask:
     def __invert__(self) -> "Mask":
         return Mask(f"~{self._text}", partial(_invert, self), self.depends)
 
-    def _join(self, given: "Mask", sign: str, join: Callable[[Node, Node], Node]) -> "Mask":
-        other = as_mask(given)
+    def _join(self, operand: "Mask", sign: str, join: Callable[[Node, Node], Node]) -> "Mask":
+        other = as_mask(operand)
         if isinstance(other, BlockMask):
             raise ValueError("a built BlockMask cannot be combined: combine masks, then build")
         text = f"({self._text} {sign} {other._text})"
@@ -164,12 +164,12 @@ class Mask:
         return self._text
 
 
-def numbered(number: int) -> Mask:
-    """The mask of a graph that holds its number."""
+def find_numbered(number: int) -> Mask:
+    """The mask with this number, which a graph holds."""
     mask = _NUMBERED.get(number)
     if mask is None:
         raise ValueError(
-            "the mask of this graph is gone: keep the Mask for as long as the graph runs, or build"
+            "the mask of this graph was freed: keep the Mask as long as the graph runs, or build"
             " it before the graph is made"
         )
     return mask
@@ -239,7 +239,7 @@ def _prefix_lm(lengths: Tensor, grid: Grid) -> Interval:
 def padding(lengths: Tensor) -> Mask:
     """Query q of batch entry b sees the keys k < lengths[b]; lengths is an integer tensor (batch,).
 
-    Rows of padding queries are not hidden: their output is not asked for.
+    Rows of padding queries are not masked: their output is unused.
     """
     ends, shown = _lengths("lengths", lengths)
     if not ends.dim():
@@ -263,31 +263,31 @@ def document(
     With one cu_seqlens, `document(cu_seqlens) & causal()` is causal within each document. With two,
     causal() still compares positions in the whole sequence, not within the document.
     """
-    cu_q = _checked_cu("cu_seqlens", cu_seqlens)
-    cu_k = None if cu_seqlens_k is None else _checked_cu("cu_seqlens_k", cu_seqlens_k)
+    cu_q = _check_cu("cu_seqlens", cu_seqlens)
+    cu_k = None if cu_seqlens_k is None else _check_cu("cu_seqlens_k", cu_seqlens_k)
     if cu_k is not None and len(cu_q) != len(cu_k):
         raise ValueError(
             f"cu_seqlens has {len(cu_q) - 1} documents and cu_seqlens_k has {len(cu_k) - 1}"
         )
-    return Mask(f"document({_shown(len(cu_q) - 1)} documents)", partial(_document, cu_q, cu_k))
+    return Mask(f"document({_format(len(cu_q) - 1)} documents)", partial(_document, cu_q, cu_k))
 
 
 def _document(cu_q: Tensor, own_cu_k: Tensor | None, grid: Grid) -> Interval:
     cu_k, name = (cu_q, "cu_seqlens") if own_cu_k is None else (own_cu_k, "cu_seqlens_k")
     _check_end("cu_seqlens", cu_q, "seqlen_q", grid.seqlen_q)
     _check_end(name, cu_k, "seqlen_k", grid.seqlen_k)
-    if len(cu_q) == 1:  # no document, and no position
+    if len(cu_q) == 1:  # no document and no position
         return Interval(grid, 0, 0)
     at = torch.searchsorted(cu_q[1:], torch.arange(grid.seqlen_q), right=True)
-    at = at.clamp(max=len(cu_q) - 2)  # a graph goes on past a check that fails
+    at = at.clamp(max=len(cu_q) - 2)  # a graph continues past a failed check
     return Interval(grid, cu_k[at], cu_k[at + 1])
 
 
 def spans(bounds: Tensor) -> Mask:
     """Query q of batch entry b sees the keys bounds[b, 0, q, 0] <= k < bounds[b, 0, q, 1].
 
-    An integer tensor (batch or 1, 1, seqlen_q, 2); no bound is negative, and a query whose keys end
-    before they begin sees nothing. Copied to the host here.
+    An integer tensor (batch or 1, 1, seqlen_q, 2). No bound is negative; a query with an end below
+    its start sees nothing. Copied to the host here.
     """
     if not is_spans(bounds):
         got = f"{bounds.dtype} {tuple(bounds.shape)}" if isinstance(bounds, Tensor) else bounds
@@ -295,10 +295,10 @@ def spans(bounds: Tensor) -> Mask:
     ends = bounds.to("cpu", torch.int64, copy=True)
     _require(
         (ends >= 0).all(),
-        lambda: "a bound of a span is negative: where keys are no interval there is none",
+        lambda: "a bound of a span is negative: keys that are not an interval have no bounds",
     )
     shape = (len(ends), 1, ends.shape[2])
-    return Mask(f"spans{_shown(shape)}", partial(_spans, ends), (len(ends) != 1, False))
+    return Mask(f"spans{_format(shape)}", partial(_spans, ends), (len(ends) != 1, False))
 
 
 def _spans(ends: Tensor, grid: Grid) -> Interval:
@@ -308,7 +308,7 @@ def _spans(ends: Tensor, grid: Grid) -> Interval:
 
 
 def is_spans(bounds: object) -> bool:
-    """Whether this is a tensor that `spans` takes, as far as its type and shape tell."""
+    """Whether `spans` accepts this tensor, judged by its dtype and shape."""
     if not isinstance(bounds, Tensor) or bounds.dtype not in (torch.int32, torch.int64):
         return False
     return bounds.dim() == 4 and bounds.shape[1] == 1 and bounds.shape[3] == 2
@@ -318,8 +318,9 @@ def mod(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
     """Query q sees key k iff fn(b, h, q, k); any FlexAttention `mask_mod` works unchanged.
 
     fn gets scalar index tensors (under vmap) and returns a bool scalar; q is the raw index, not p.
-    It must be pure. It is evaluated on whole blocks, only those that the masks it is combined with
-    by `&` leave open; alone it costs seqlen_q x seqlen_k evaluations in time, never in memory.
+    It must be pure. It is evaluated on whole blocks, and only on blocks that the masks combined
+    with it by `&` leave open; alone it costs seqlen_q x seqlen_k evaluations in time, never in
+    memory.
     """
     try:
         if not torch.compiler.is_compiling():
@@ -340,7 +341,7 @@ def dense(visible: Tensor) -> Mask:
     """Query q sees key k iff visible[..., q, k].
 
     A bool tensor (seqlen_q, seqlen_k) or (batch or 1, heads or 1, seqlen_q, seqlen_k). It is
-    packed to one bit per cell at once, on its device, and kept on the host.
+    packed to one bit per cell at once, on its device, and stored on the host.
     """
     dtype = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
     if dtype != torch.bool:
@@ -352,29 +353,30 @@ def dense(visible: Tensor) -> Mask:
         )
     shape = (1,) * (4 - visible.dim()) + tuple(visible.shape)
     cells = visible.view(shape)
-    node = nodes.Given if torch.compiler.is_compiling() else nodes.Dense
-    kept = cells if torch.compiler.is_compiling() else nodes.pack_dense(cells)
+    node = nodes.TracedTensor if torch.compiler.is_compiling() else nodes.Dense
+    packed = cells if torch.compiler.is_compiling() else nodes.pack_dense(cells)
     planes = (shape[0] != 1, shape[1] != 1)
-    return Mask(f"dense{_shown(shape)}", partial(_dense, node, kept, shape), planes)
+    return Mask(f"dense{_format(shape)}", partial(_dense, node, packed, shape), planes)
 
 
-def _dense(node: Callable[[Grid, Tensor], Node], kept: Tensor, shape: tuple, grid: Grid) -> Node:
+def _dense(node: Callable[[Grid, Tensor], Node], packed: Tensor, shape: tuple, grid: Grid) -> Node:
     _check_fit("dense mask", shape, grid[:4])
-    return node(grid, kept)
+    return node(grid, packed)
 
 
 def from_flex(block_mask) -> Mask:
     """The mask of a FlexAttention `BlockMask` of any BLOCK_SIZE.
 
-    A cell is visible iff its block is listed as full, or is listed as partial and mask_mod says so.
+    A cell is visible iff its block is listed as full, or it is listed as partial and mask_mod is
+    true.
     """
     lists = [(block_mask.kv_num_blocks, block_mask.kv_indices)]
     if block_mask.full_kv_num_blocks is not None:
         lists.append((block_mask.full_kv_num_blocks, block_mask.full_kv_indices))
-    tables = [_flex_table(*one) for one in lists]
+    tables = [_flex_table(*block_list) for block_list in lists]
     blocks, seqlens, fn = block_mask.BLOCK_SIZE, block_mask.seq_lengths, block_mask.mask_mod
     planes = tables[0].shape[0] != 1, tables[0].shape[1] != 1
-    text = f"from_flex({_shown(tuple(tables[0].shape[:2]))})"
+    text = f"from_flex({_format(tuple(tables[0].shape[:2]))})"
     resolve = partial(_flex, tables, blocks, tuple(seqlens), fn)
     return Mask(text, resolve, partial(_depends_on_flex, planes, fn))
 
@@ -384,7 +386,7 @@ def _flex(
 ) -> Node:
     planes = tables[0].shape[:2]
     _check_fit("FlexAttention BlockMask", (*planes, *seqlens), grid[:4])
-    patterns = [nodes.Pattern(grid, partial(_listed, table), *blocks) for table in tables]
+    patterns = [nodes.BlockPattern(grid, partial(_listed, table), *blocks) for table in tables]
     partly = nodes.both(patterns[0], nodes.Mod(grid, fn))
     return nodes.either(partly, patterns[1]) if len(patterns) > 1 else partly
 
@@ -400,9 +402,9 @@ def _depends_on_flex(planes: Planes, fn: Callable, device: torch.device) -> Plan
 
 
 def as_mask(mask) -> Mask | BlockMask:
-    """What a user may pass as `mask=`: a Mask or BlockMask as it is, a mask_mod function, a dense
-    bool tensor, the bounds of `spans` or a FlexAttention BlockMask as a Mask. Anything else is a
-    ValueError.
+    """The values of `mask=`: a Mask or BlockMask is returned unchanged; a mask_mod function, a
+    dense bool tensor, the bounds of `spans` or a FlexAttention BlockMask becomes a Mask. Anything
+    else is a ValueError.
     """
     if isinstance(mask, (Mask, BlockMask)):
         return mask
@@ -447,7 +449,7 @@ def _lengths(name: str, value: int | Tensor) -> tuple[Tensor, str]:
     negative = lambda: f"{name} must not be negative, got {lengths.tolist()}"
     _require((lengths >= 0).all(), negative)
     if lengths.dim():
-        return lengths, f"{_shown(len(lengths))} lengths"
+        return lengths, f"{_format(len(lengths))} lengths"
     return lengths, "?" if torch.compiler.is_compiling() else str(lengths.item())
 
 
@@ -462,19 +464,19 @@ def _bounded(name: str, lengths: Tensor, grid: Grid) -> Tensor:
     return lengths.view(-1, 1).int()
 
 
-def _checked_cu(name: str, given: Tensor | Sequence[int]) -> Tensor:
+def _check_cu(name: str, offsets: Tensor | Sequence[int]) -> Tensor:
     """Offsets as int64 on the host, copied."""
-    cu = torch.as_tensor(given)
+    cu = torch.as_tensor(offsets)
     if cu.dim() != 1 or not len(cu) or cu.is_floating_point() or cu.dtype == torch.bool:
-        got = f"{cu.dtype} {_shown(tuple(cu.shape))}"
+        got = f"{cu.dtype} {_format(tuple(cu.shape))}"
         raise ValueError(f"{name} must be integers of shape (documents + 1,), got {got}")
     cu = cu.to("cpu", torch.int64, copy=True)
     _require(cu[0] == 0, lambda: f"{name} must start at 0, got {name}[0]={int(cu[0])}")
-    _require((cu.diff() >= 0).all(), partial(_say_where_it_falls, name, cu))
+    _require((cu.diff() >= 0).all(), partial(_describe_decrease, name, cu))
     return cu
 
 
-def _say_where_it_falls(name: str, cu: Tensor) -> str:
+def _describe_decrease(name: str, cu: Tensor) -> str:
     at = int(cu.diff().argmin())
     return f"{name} must not decrease, got {int(cu[at])} then {int(cu[at + 1])} at index {at}"
 
@@ -487,8 +489,8 @@ def _check_end(name: str, cu: Tensor, axis: str, seqlen: int) -> None:
 
 
 def _require(is_met: Tensor, message: Callable[[], str]) -> None:
-    """Raise unless the condition, a bool scalar on the host, holds. A graph finds out when it
-    runs, and says only that.
+    """Raise unless the condition, a bool scalar on the host, holds. A graph checks it when it runs,
+    with a general error text.
     """
     if torch.compiler.is_compiling():
         torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
@@ -498,8 +500,8 @@ def _require(is_met: Tensor, message: Callable[[], str]) -> None:
         raise ValueError(message())
 
 
-def _shown(numbers: int | tuple) -> str:
-    """Numbers in the text of a mask: in a graph they may be symbols."""
+def _format(numbers: int | tuple) -> str:
+    """Numbers in the repr of a mask; in a graph they may be SymInts."""
     return "?" if torch.compiler.is_compiling() else str(numbers)
 
 

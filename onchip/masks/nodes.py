@@ -1,10 +1,10 @@
 """From a mask expression to its blocks, without evaluating anything N x N.
 
-Every node answers three questions about blocks (keys are (plane * query_blocks + i) * key_blocks
-+ j, int64): where might it be non-empty (`candidates`), is a block EMPTY, FULL or not known yet
-(`status`), and what are its bits (`bits`). `status` is three-valued logic: AND is the minimum, OR
-the maximum, NOT the reflection; so bits are computed only for blocks that the structure leaves
-open, and the answer is exact in the end.
+Every node has three methods on blocks (keys are (plane * query_blocks + i) * key_blocks + j,
+int64): `candidates` lists the blocks that may be non-empty, `status` tells whether a block is
+EMPTY, FULL or undecided, and `bits` gives its bits. `status` is three-valued logic: AND is the
+minimum, OR the maximum, NOT the reflection. So bits are computed only for blocks that the structure
+leaves undecided, and the result is exact.
 """
 
 from collections.abc import Callable
@@ -32,19 +32,19 @@ from .blockmask import BlockMask, assemble, divide, num_blocks
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
-_KEYS_AT_ONCE = 1 << 18  # where the structure cannot enumerate, blocks are tried in such chunks
+_KEYS_AT_ONCE = 1 << 18  # where candidates are unknown, all blocks are tried in such chunks
 _BLOCKS_AT_ONCE = 8192  # bit tiles alive during a build: 16 MB
 _CELL_BLOCKS_AT_ONCE = 64  # blocks evaluated cell by cell: 1M cells, 8 MB per int64 temporary
 
 
 class Grid(NamedTuple):
-    """The rectangle a mask is built for. batch and heads count planes: 1 where shared."""
+    """The rectangle that a mask is built for. batch and heads count planes: 1 if shared."""
 
     batch: int
     heads: int
     seqlen_q: int
     seqlen_k: int
-    device: torch.device  # where a mask_mod is evaluated; everything else happens on the CPU
+    device: torch.device  # a mask_mod is evaluated on it; everything else runs on the CPU
 
     @property
     def blocks_q(self) -> int:
@@ -56,7 +56,7 @@ class Grid(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Query q stands at key position q + offset: the last query at the last key."""
+        """Query q is at key position q + offset: the last query at the last key."""
         return self.seqlen_k - self.seqlen_q
 
     @property
@@ -70,7 +70,7 @@ class Grid(NamedTuple):
         return *divide(plane, self.heads), i, j
 
     def inside(self, keys: Tensor) -> Bits:
-        """The cells of each block that lie within the lengths."""
+        """The cells of each block that are within the lengths."""
         _, _, i, j = self.split(keys)
         rows = torch.tensor([BLOCK, self.seqlen_q - (self.blocks_q - 1) * BLOCK])
         cols = torch.tensor([BLOCK, self.seqlen_k - (self.blocks_k - 1) * BLOCK])
@@ -87,15 +87,15 @@ class Node:
         self.grid = grid
 
     def candidates(self) -> Tensor | None:
-        """Ascending keys outside of which every block is EMPTY; None: it could be any block."""
+        """Ascending keys of all blocks that may be non-empty; None: any block may be."""
         return None
 
     def status(self, keys: Tensor) -> Tensor:
-        """uint8 per key: EMPTY and FULL are certain, PARTIAL means that only the bits can tell."""
+        """uint8 per key: EMPTY and FULL are certain, PARTIAL means that only the bits decide."""
         return torch.full(keys.shape, PARTIAL, dtype=torch.uint8)
 
-    def cut(self, keys: Tensor) -> Bits:
-        """Bit tiles of the given blocks; cells outside the lengths may be anything."""
+    def compute_bits(self, keys: Tensor) -> Bits:
+        """Bit tiles of the given blocks; cells outside the lengths are arbitrary."""
         raise NotImplementedError
 
     def cells(self) -> Tensor:
@@ -105,21 +105,21 @@ class Node:
         raise NotImplementedError
 
     def bits(self, keys: Tensor) -> Bits:
-        """As `cut`, which is asked only about the blocks that `status` leaves open."""
+        """As `compute_bits`, which is called only for the blocks that `status` leaves undecided."""
         status = self.status(keys)
         known = Bits(constant_tiles(), (status == FULL).long())
         where = (status == PARTIAL).nonzero().flatten()
         if not len(where):
             return known
-        tiles, index = self.cut(keys[where])
-        known.which[where] = index + len(known.tiles)
-        return Bits(torch.cat([known.tiles, tiles]), known.which)
+        tiles, index = self.compute_bits(keys[where])
+        known.tile_ids[where] = index + len(known.tiles)
+        return Bits(torch.cat([known.tiles, tiles]), known.tile_ids)
 
 
 class Interval(Node):
     """Query q sees the keys lo <= k < hi: integer tensors that broadcast to (1 or batch, seqlen_q).
 
-    Values outside of [0, seqlen_k] are allowed, and so is hi < lo: such a query sees nothing.
+    Values outside of [0, seqlen_k] are allowed. A query with hi < lo sees nothing.
     """
 
     def __init__(self, grid: Grid, lo: Tensor | int, hi: Tensor | int):
@@ -131,7 +131,7 @@ class Interval(Node):
         return Interval(self.grid, lo, hi)
 
     def __invert__(self) -> "Or":
-        """The interval before or the interval after."""
+        """The interval before it or the interval after it."""
         lo, hi = self.find_bounds()
         before = Interval(self.grid, 0, lo)
         return Or(self.grid, [before, Interval(self.grid, hi, self.grid.seqlen_k)])
@@ -142,7 +142,7 @@ class Interval(Node):
         return self.find_bounds()
 
     def find_bounds(self) -> tuple[Tensor, Tensor]:
-        """The same for a graph, which keeps no property."""
+        """The same without caching, for a graph."""
         end = self.grid.seqlen_k
         lo, hi, _ = torch.broadcast_tensors(
             self._lo.clamp(0, end), self._hi.clamp(0, end), torch.empty(1, self.grid.seqlen_q)
@@ -177,7 +177,7 @@ class Interval(Node):
         return lo.amin(1) // BLOCK, (end + up) // BLOCK, (lo.amax(1) + up) // BLOCK, full_end
 
     def _locate(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """The block row of each key in the tensors above, and its key block."""
+        """The block row of each key in `_blocked` and `_ranges`, and its key block."""
         grid = self.grid
         if len(self._ranges[0]) > grid.blocks_q:
             b, _, i, j = grid.split(keys)
@@ -203,26 +203,26 @@ class Interval(Node):
         some, all_ = (first <= j) & (j < end), (full_first <= j) & (j < full_end)
         return some.to(torch.uint8) + all_
 
-    def cut(self, keys: Tensor) -> Bits:
+    def compute_bits(self, keys: Tensor) -> Bits:
         row, j = self._locate(keys)
         start = (j * BLOCK)[:, None]
         lo, hi = (
             x.index_select(0, row).sub_(start).clamp_(0, BLOCK).to(torch.uint8)
             for x in self._blocked
         )
-        # Equal distances from the block's first key give equal tiles: compare before expanding.
+        # Equal distances from the block's first key give equal tiles: deduplicate before expanding.
         keep, index = distinct_rows(torch.cat([lo, hi], 1).view(torch.int64))
         return Bits(interval_tiles(lo[keep], hi[keep]), index)
 
 
 class Cells(Node):
-    """A mask known cell by cell through `visible`."""
+    """A mask that is evaluated cell by cell by `visible`."""
 
     def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Bool (n, 128, 128) from b, h (n) and the indices q, k (n, 128), all within range."""
         raise NotImplementedError
 
-    def cut(self, keys: Tensor) -> Bits:
+    def compute_bits(self, keys: Tensor) -> Bits:
         chunks = [self._tiles(chunk) for chunk in keys.split(_CELL_BLOCKS_AT_ONCE)]
         return Bits(torch.cat(chunks), torch.arange(len(keys)))
 
@@ -252,13 +252,13 @@ class Mod(Cells):
             fn = torch.vmap(fn, in_dims=tuple(0 if i == axis else None for i in range(4)))
         at = (torch.arange(n, device=self.grid.device) for n in self.grid[:4])
         cells = fn(*at)
-        # vmap expands what does not depend on an index.
+        # vmap expands dimensions that do not depend on an index: undo it.
         cells = cells if cells.stride(0) else cells[:1]
         return cells if cells.stride(1) else cells[:, :1]
 
 
-class Pattern(Cells):
-    """Rectangles of block_q x block_k cells that are visible or not as a whole.
+class BlockPattern(Cells):
+    """Rectangles of block_q x block_k cells, each entirely visible or entirely hidden.
 
     Cell (q, k) is visible iff rule(b, h, (q + shift) // block_q, k // block_k); `rule` works on
     broadcastable index tensors. The rectangles may be smaller, larger or shifted against blocks.
@@ -310,7 +310,7 @@ class Dense(Node):
         super().__init__(grid)
         self.words = words.unflatten(-1, (-1, WORDS))
 
-    def cut(self, keys: Tensor) -> Bits:
+    def compute_bits(self, keys: Tensor) -> Bits:
         b, h, i, j = self.grid.split(keys)
         if self.words.shape[0] == 1:
             b = torch.zeros_like(b)
@@ -325,15 +325,15 @@ class Dense(Node):
         return cells.to(self.grid.device)
 
     def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """As of `Cells`."""
+        """As `Cells.visible`."""
         plane = (x[:, None, None] * (n > 1) for x, n in zip((b, h), self.words.shape, strict=False))
         k = k[:, None, :]
         words = self.words[(*plane, q[:, :, None], k // BLOCK, k % BLOCK // 32)]
         return (words >> (k % 32) & 1).bool()
 
 
-class Given(Node):
-    """A bool tensor of a graph, as it is."""
+class TracedTensor(Node):
+    """A bool tensor of a graph, not packed."""
 
     def __init__(self, grid: Grid, visible: Tensor):
         super().__init__(grid)
@@ -344,7 +344,7 @@ class Given(Node):
 
 
 class Join(Node):
-    """A mask made of others."""
+    """A mask composed of other masks."""
 
     def __init__(self, grid: Grid, parts: list[Node]):
         super().__init__(grid)
@@ -361,7 +361,7 @@ class And(Join):
     def status(self, keys: Tensor) -> Tensor:
         return reduce(torch.minimum, (part.status(keys) for part in self.parts))
 
-    def cut(self, keys: Tensor) -> Bits:
+    def compute_bits(self, keys: Tensor) -> Bits:
         bits = (part.bits(keys) for part in self.parts)
         return reduce(lambda a, b: combine(torch.bitwise_and, a, b), bits)
 
@@ -379,7 +379,7 @@ class Or(Join):
     def status(self, keys: Tensor) -> Tensor:
         return reduce(torch.maximum, (part.status(keys) for part in self.parts))
 
-    def cut(self, keys: Tensor) -> Bits:
+    def compute_bits(self, keys: Tensor) -> Bits:
         bits = (part.bits(keys) for part in self.parts)
         return reduce(lambda a, b: combine(torch.bitwise_or, a, b), bits)
 
@@ -397,16 +397,16 @@ class Not(Node):
     def status(self, keys: Tensor) -> Tensor:
         return FULL - self.part.status(keys)
 
-    def cut(self, keys: Tensor) -> Bits:
+    def compute_bits(self, keys: Tensor) -> Bits:
         bits = self.part.bits(keys)
-        return Bits(~bits.tiles, bits.which)
+        return Bits(~bits.tiles, bits.tile_ids)
 
     def cells(self) -> Tensor:
         return ~self.part.cells()
 
 
 def both(a: Node, b: Node) -> Node:
-    """a AND b; intervals meet in one interval, wherever they stand in the conjunction."""
+    """a AND b; all intervals of the conjunction are intersected to one interval."""
     parts = [p for node in (a, b) for p in (node.parts if isinstance(node, And) else [node])]
     intervals = [p for p in parts if isinstance(p, Interval)]
     others = [p for p in parts if not isinstance(p, Interval)]
@@ -420,7 +420,7 @@ def either(a: Node, b: Node) -> Node:
 
 
 def invert(a: Node) -> Node:
-    """NOT a; intervals have a closed form for it."""
+    """NOT a; intervals have a closed form."""
     return ~a if isinstance(a, Interval) else Not(a.grid, a)
 
 
@@ -436,14 +436,14 @@ def pack_dense(cells: Tensor) -> Tensor:
 
 def build(node: Node) -> BlockMask:
     """The exact EMPTY / PARTIAL / FULL blocks of a node, on the CPU."""
-    keys, status = _visited(node)
+    keys, status = _find_blocks(node)
     open_ = (status == PARTIAL).nonzero().flatten()
     tiles, ids, count = [], [], 0
     for chunk in open_.split(_BLOCKS_AT_ONCE) if len(open_) else ():
-        found, status[chunk], index = _settle(node, keys[chunk])
-        tiles.append(found)
+        partial, status[chunk], index = _classify(node, keys[chunk])
+        tiles.append(partial)
         ids.append(index + count)
-        count += len(found)
+        count += len(partial)
     some = (status != EMPTY).nonzero().flatten()
     full = status[some] == FULL
     if not count:
@@ -453,24 +453,24 @@ def build(node: Node) -> BlockMask:
     return assemble(node.grid, keys[some], full, index[torch.cat(ids)], tiles)
 
 
-def _visited(node: Node) -> tuple[Tensor, Tensor]:
-    """Ascending keys of the blocks that may hold something, and their status."""
+def _find_blocks(node: Node) -> tuple[Tensor, Tensor]:
+    """Ascending keys of the blocks that may be non-empty, and their status."""
     total = node.grid.num_blocks
     keys = node.candidates() if total else torch.empty(0, dtype=torch.int64)
     if keys is not None:
         return keys, node.status(keys) if total else keys.to(torch.uint8)
-    found = []
+    blocks = []
     for start in range(0, total, _KEYS_AT_ONCE):
         keys = torch.arange(start, min(start + _KEYS_AT_ONCE, total))
         status = node.status(keys)
         some = (status != EMPTY).nonzero().flatten()
-        found.append((keys[some], status[some]))
-    keys, status = zip(*found, strict=True)
+        blocks.append((keys[some], status[some]))
+    keys, status = zip(*blocks, strict=True)
     return torch.cat(keys), torch.cat(status)
 
 
-def _settle(node: Node, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """PARTIAL tiles, exact status per key, and the tile of each key that turns out PARTIAL."""
+def _classify(node: Node, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """PARTIAL tiles, the exact status per key, and the tile of each PARTIAL key."""
     tiles, inside, index = distinct_pairs(node.bits(keys), node.grid.inside(keys))
     tiles = tiles & inside
     some, all_ = (tiles != 0).flatten(1).any(1), (tiles == inside).flatten(1).all(1)

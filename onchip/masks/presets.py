@@ -1,5 +1,6 @@
-"""Masks of well-known papers. p is the position of a query among the keys (see `mods`); blocks are
-128 tokens, and a query with p < 0 (more queries than keys) sees nothing through a block rule."""
+"""Masks of well-known papers. p is the position of a query among the keys (see `mods`). Blocks have
+128 tokens. A query with p < 0 (more queries than keys) sees nothing under a block rule.
+"""
 
 from functools import partial
 
@@ -8,21 +9,21 @@ from torch import Tensor
 
 from .bits import BLOCK
 from .mods import Mask, causal, positions, window
-from .nodes import Grid, Interval, Pattern
+from .nodes import BlockPattern, Grid, Interval
 
 
 def block_local(block: int = BLOCK) -> Mask:
     """Local blocks: query q sees key k iff p // block == k // block (block in tokens)."""
-    _at_least(1, block=block)
+    _check_at_least(1, block=block)
     return Mask(f"block_local({block})", partial(_block_band, block, 0))
 
 
 def longformer(window_size: int, global_tokens: int = 0) -> Mask:
-    """Longformer (Beltagy et al. 2020): a window and a few tokens that see, and are seen by, all.
+    """Longformer (Beltagy et al. 2020): a window, and global tokens that see and are seen by all.
 
     Query q sees key k iff |p - k| <= window_size, or 0 <= p < global_tokens, or k < global_tokens.
     """
-    _at_least(0, window_size=window_size, global_tokens=global_tokens)
+    _check_at_least(0, window_size=window_size, global_tokens=global_tokens)
     return window(window_size, window_size) | _global_tokens(global_tokens)
 
 
@@ -36,7 +37,7 @@ def bigbird(
     The draw depends on the seed and on the number of key blocks alone, and is the same for every
     batch entry and head.
     """
-    _at_least(
+    _check_at_least(
         0, window_blocks=window_blocks, random_blocks=random_blocks, global_blocks=global_blocks
     )
     near = Mask(f"near({window_blocks})", partial(_block_band, BLOCK, window_blocks))
@@ -50,7 +51,7 @@ def strided(stride: int) -> Mask:
     With the distance d = p // 128 - k // 128, query q sees key k iff k <= p and (d < stride or d is
     a multiple of stride): the last `stride` blocks, and every stride-th block before them.
     """
-    _at_least(1, stride=stride)
+    _check_at_least(1, stride=stride)
     return causal() & _blocks(f"strided({stride})", partial(_is_strided, stride))
 
 
@@ -77,8 +78,8 @@ def _blocks(text: str, rule) -> Mask:
     return Mask(text, partial(_pattern, rule))
 
 
-def _pattern(rule, grid: Grid) -> Pattern:
-    return Pattern(grid, rule, shift=grid.offset)
+def _pattern(rule, grid: Grid) -> BlockPattern:
+    return BlockPattern(grid, rule, shift=grid.offset)
 
 
 def _block_band(block: int, reach: int, grid: Grid) -> Interval:
@@ -90,22 +91,22 @@ def _block_band(block: int, reach: int, grid: Grid) -> Interval:
 
 def _global_tokens(count: int) -> Mask:
     """0 <= p < count or k < count."""
-    seeing = Mask(f"queries(< {count})", partial(_seeing, count))
-    return seeing | Mask(f"keys(< {count})", partial(_seen, count))
+    seeing = Mask(f"queries(< {count})", partial(_global_queries, count))
+    return seeing | Mask(f"keys(< {count})", partial(_global_keys, count))
 
 
-def _seeing(count: int, grid: Grid) -> Interval:
+def _global_queries(count: int, grid: Grid) -> Interval:
     p = positions(grid)
     return Interval(grid, 0, ((p >= 0) & (p < min(count, grid.seqlen_k))) * grid.seqlen_k)
 
 
-def _seen(count: int, grid: Grid) -> Interval:
+def _global_keys(count: int, grid: Grid) -> Interval:
     return Interval(grid, 0, min(count, grid.seqlen_k))
 
 
-def _random(count: int, seed: int, grid: Grid) -> Pattern:
+def _random(count: int, seed: int, grid: Grid) -> BlockPattern:
     drawn = _draw(grid.blocks_k, min(count, grid.blocks_k), seed)
-    return Pattern(grid, partial(_is_drawn, drawn), shift=grid.offset)
+    return BlockPattern(grid, partial(_is_drawn, drawn), shift=grid.offset)
 
 
 def _is_drawn(drawn: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -118,13 +119,13 @@ def _draw(blocks: int, count: int, seed: int) -> Tensor:
     drawn = torch.empty(blocks, 0, dtype=torch.int64)
     for already in range(count):
         pick = torch.randint(blocks - already, (blocks,), generator=generator)
-        for taken in drawn.sort(1).values.unbind(1):  # count past the numbers already taken
+        for taken in drawn.sort(1).values.unbind(1):  # skip the numbers already taken
             pick += pick >= taken
         drawn = torch.cat([drawn, pick[:, None]], 1)
     return drawn
 
 
-def _at_least(least: int, **values: int) -> None:
+def _check_at_least(least: int, **values: int) -> None:
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name}={value} must be at least {least}")

@@ -1,4 +1,4 @@
-"""Pictures of a BlockMask: text for a terminal, an image for a page."""
+"""Pictures of a BlockMask: text for a terminal, or an image file."""
 
 import shutil
 
@@ -10,11 +10,11 @@ from .blockmask import BlockMask
 
 _GLYPHS = "·▒█"  # EMPTY, PARTIAL, FULL
 _COLORS = ("#f4f1ea", "#e8a33d", "#1f4e79")
-_IMAGE_MARKS = 256  # along the longer side of an image: a mark of three pixels is still seen
+_IMAGE_MARKS = 256  # along the longer side of an image: marks of three pixels are visible
 
 
 def show(mask: BlockMask, b: int, h: int, width: int | None, path: str | None) -> None:
-    """Print plane (b, h), or write it to the image file `path` (its ending names the format)."""
+    """Print plane (b, h), or write it to the image file `path` (its suffix is the format)."""
     if path is None:
         print(render(mask, b, h, width))
     else:
@@ -24,8 +24,8 @@ def show(mask: BlockMask, b: int, h: int, width: int | None, path: str | None) -
 def render(mask: BlockMask, b: int = 0, h: int = 0, width: int | None = None) -> str:
     """The text that `show` prints: the blocks in at most `width` columns, a legend, the density.
 
-    Where there are more blocks than columns, one mark stands for a square of blocks: EMPTY or FULL
-    if they all are, else PARTIAL.
+    With more blocks than columns, one mark represents a square of blocks: EMPTY or FULL if they all
+    are, else PARTIAL.
     """
     width = width or shutil.get_terminal_size().columns
     grid = mask.status(b, h)

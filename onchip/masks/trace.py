@@ -1,4 +1,4 @@
-"""Which indices a mask function really uses, found by running it on scalars."""
+"""Find the indices that a mask function depends on, by running it on scalars."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ _TO_PYTHON = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist",
 
 
 class _Taint(TorchFunctionMode):
-    """Follows one index through torch calls: `seen` holds every tensor computed from its value."""
+    """Follow one index through torch calls: `seen` holds every tensor computed from its value."""
 
     def __init__(self, source: Tensor):
         super().__init__()
@@ -39,7 +39,7 @@ class _Taint(TorchFunctionMode):
 
 
 def depends_on_planes(fn: Callable, device: torch.device) -> tuple[bool, bool]:
-    """Does fn(b, h, q, k) depend on b, on h? Found by running it on scalars; never too few."""
+    """Whether fn(b, h, q, k) depends on b, and on h. A dependence is never missed."""
     depends = []
     out = None
     for axis in range(4):

@@ -1,5 +1,5 @@
-"""Language models: one decoder for the families of `FAMILIES`, and any other causal language model
-through transformers; loaded from safetensors.
+"""Language models, loaded from safetensors: one decoder for the families of `FAMILIES`, and any
+other causal language model through transformers.
 """
 
 from . import builtin
@@ -8,9 +8,9 @@ from .decoder import Decoder, positions_of
 from .folders import about, check_exists, is_native
 from .foreign import Foreign, ForeignCheckpoint, inspect_foreign, load_foreign
 from .loader import Checkpoint, inspect, load, random_model, save
-from .names import Part, num_parameters
 from .protocol import Model
 from .rotary import Rotary
+from .weight_names import Shard, num_parameters
 
 __all__ = [
     "FAMILIES",
@@ -21,7 +21,7 @@ __all__ = [
     "Layer",
     "Model",
     "ModelConfig",
-    "Part",
+    "Shard",
     "Rotary",
     "about",
     "builtin",

@@ -1,7 +1,8 @@
-"""What a decoder is, in our words, and how Hugging Face says it.
+"""The config of a decoder, read from Hugging Face's config.json.
 
-A family (`model_type`) is one function of `FAMILIES` that reads the fields of its config.json. What
-it does not read, and what is not known to be harmless, is refused: it might change the mathematics.
+A family (`model_type`) is one function of `FAMILIES` that reads the fields of its config.json. Any
+field that it does not read and that is not known to be harmless is refused: it might change the
+mathematics.
 """
 
 import json
@@ -11,12 +12,12 @@ from typing import Any, Literal, get_args
 
 from onchip.core.problem import MAX_HEAD_DIM
 from onchip.models.fields import Fields, check_size
-from onchip.models.parts import text_fields
+from onchip.models.multimodal import text_fields
 from onchip.models.rotary import Rotary
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Norm = Literal["rms", "layer"]
-MAX_LAYERS = 4096  # a config.json is somebody else's: what it may make us list is bounded
+MAX_LAYERS = 4096  # a config.json is untrusted: it must not make this process build longer lists
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -26,9 +27,9 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-# Fields that say nothing about the forward pass of inference: provenance, initialisation, training,
-# dropout, ids of special tokens, heads for other tasks, how the author ran it. auto_map names code
-# that is not run here, and that transformers does not need either for a type it knows.
+# Fields that do not change the forward pass of inference: provenance, initialisation, training,
+# dropout, ids of special tokens, heads for other tasks, settings of the author's run. auto_map
+# names code, which is not run here; transformers does not need it either for types that it has.
 _HARMLESS = frozenset(
     {
         "_attn_implementation_autoset",
@@ -79,8 +80,8 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class Layer:
-    """What differs between layers. window: a token sees itself and window - 1 tokens before it
-    (None: all). rotary: None where positions are learned.
+    """The differences between layers. window: a token sees itself and window - 1 tokens before it
+    (None: all). rotary: None if positions are learned.
     """
 
     window: int | None = None
@@ -92,11 +93,11 @@ class ModelConfig:
     """A decoder-only transformer.
 
     norm: "rms" is x / rms(x) * (norm_offset + weight), "layer" a LayerNorm with bias. post_norms:
-    the outputs of attention and MLP are normalised too before they join the residual stream.
-    qk_norm: queries and keys of each head are normalised before they are rotated. gated: the MLP is
-    down(activation(gate(x)) * up(x)), else down(activation(up(x))). softcap and logit_softcap: c *
-    tanh(x / c) of scores and of logits, 0 for none. tied: the head is the embedding. source: the
-    config.json it came from, as text.
+    the outputs of attention and MLP are also normalised before they are added to the residual
+    stream. qk_norm: queries and keys of each head are normalised before they are rotated. gated:
+    the MLP is down(activation(gate(x)) * up(x)), else down(activation(up(x))). softcap and
+    logit_softcap: c * tanh(x / c) of scores and of logits, 0 for none. tied: the head is the
+    embedding. source: the text of its config.json.
     """
 
     model_type: str
@@ -132,14 +133,14 @@ class ModelConfig:
         for name in _SIZES:
             check_size(name, getattr(self, name))
         if not 1 <= len(self.layers) <= MAX_LAYERS:
-            raise ValueError(f"num_layers={len(self.layers)} must lie in [1, {MAX_LAYERS}]")
+            raise ValueError(f"num_layers={len(self.layers)} must be in [1, {MAX_LAYERS}]")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
         if self.head_dim > MAX_HEAD_DIM:
             raise ValueError(
-                f"head_dim={self.head_dim} exceeds {MAX_HEAD_DIM}, the most that is served"
+                f"head_dim={self.head_dim} exceeds {MAX_HEAD_DIM}, the largest that is served"
             )
         for name, kinds in (("norm", Norm), ("activation", Activation)):
             if getattr(self, name) not in get_args(kinds):
@@ -161,13 +162,13 @@ class ModelConfig:
 
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
-        """The different rotations of the layers, in the order of their first use."""
+        """The distinct rotations of the layers, in the order of their first use."""
         return tuple(dict.fromkeys(l.rotary for l in self.layers if l.rotary is not None))
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any], ignore: Collection[str] = ()) -> "ModelConfig":
-        """From the fields of a Hugging Face config.json; of several modalities, the language model.
-        ignore: names of fields that you know to change nothing.
+        """From the fields of a Hugging Face config.json; of a multimodal one, the language model.
+        ignore: names of fields that change nothing.
         """
         data = text_fields(data)
         if not isinstance(data, Mapping):
@@ -175,15 +176,15 @@ class ModelConfig:
         model_type = data.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             known = ", ".join(FAMILIES)
-            raise ValueError(f"{model_type=} is not known here; known are {known}")
+            raise ValueError(f"{model_type=} is not one of {known}")
         f = Fields(data, f"config.json of {model_type}")
         facts = FAMILIES[model_type](f) | token_ids(data)
         hint = "; if it does not, pass ignore=['{}']"
-        f.close({"model_type", *_HARMLESS, *ignore}, hint)
+        f.reject_unread({"model_type", *_HARMLESS, *ignore}, hint)
         return cls(model_type=model_type, source=json.dumps(dict(data), indent=2), **facts)
 
     def shard(self, world_size: int) -> "ModelConfig":
-        """The decoder of one of world_size ranks: its share of the heads and of the MLP."""
+        """The config of one of world_size ranks: its share of the heads and of the MLP."""
         shares = {}
         for name in ("num_heads", "num_kv_heads", "intermediate_size"):
             value = getattr(self, name)
@@ -213,12 +214,12 @@ _SIZES = (
 
 
 def token_ids(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Null, an id, or (for the end) a list of ids."""
+    """bos_token_id (null or an id) and eos_token_id (null, an id or a list of ids)."""
     bos, eos = data.get("bos_token_id"), data.get("eos_token_id")
     eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     for token in (*eos, *(() if bos is None else (bos,))):
         if type(token) is not int or token < 0:
-            raise ValueError(f"token id {token!r} in config.json must be a number from 0 on")
+            raise ValueError(f"token id {token!r} in config.json must be a non-negative integer")
     return {"bos_token_id": bos, "eos_token_ids": eos}
 
 
@@ -229,7 +230,7 @@ def _activation(name: str) -> Activation:
 
 
 def _sizes(f: Fields) -> dict[str, Any]:
-    """What every family with Llama's field names has."""
+    """The fields of every family with Llama's field names."""
     num_heads, hidden_size = f.size("num_attention_heads"), f.size("hidden_size")
     return {
         "vocab_size": f.size("vocab_size"),
@@ -252,7 +253,7 @@ def _num_layers(f: Fields) -> int:
 
 
 def _rotary(f: Fields, head_dim: int, partial: bool = False) -> Rotary:
-    """rope_parameters, as transformers 5 writes it, or rope_theta and rope_scaling of before."""
+    """rope_parameters of transformers 5, or rope_theta and rope_scaling of older versions."""
     stated = {"rope_theta": f.positive("rope_theta", 10_000.0)} | f.block("rope_scaling")
     if partial:
         stated = {"partial_rotary_factor": f.positive("partial_rotary_factor", 1.0)} | stated
@@ -267,7 +268,7 @@ def _uniform(f: Fields, rotary: Rotary, window: int | None = None) -> tuple[Laye
 def _patterned(
     f: Fields, window: int | None, default: list[str], rotary: dict[str, Rotary]
 ) -> tuple[Layer, ...]:
-    """Layers by layer_types, the field that says which of them slide."""
+    """Layers by layer_types, the field that names the layers with a sliding window."""
     kinds = f.texts("layer_types", default)
     if len(kinds) != len(default) or not set(kinds) <= set(rotary):
         raise ValueError(f"layer_types must be {len(default)} of {sorted(rotary)}, got {kinds}")
@@ -290,17 +291,17 @@ def _llama(f: Fields) -> dict[str, Any]:
 
 
 def _mistral(f: Fields) -> dict[str, Any]:
-    f.stated("num_key_value_heads", "sliding_window")
+    f.require_present("num_key_value_heads", "sliding_window")
     return _windowed(f)
 
 
 def _phi3(f: Fields) -> dict[str, Any]:
-    f.take("original_max_position_embeddings", None)  # read by longrope alone, which is refused
+    f.take("original_max_position_embeddings", None)  # only longrope reads it, which is refused
     return _windowed(f, partial=True)
 
 
 def _windowed(f: Fields, partial: bool = False) -> dict[str, Any]:
-    """Every layer slides, if any does."""
+    """Either all layers have a sliding window or none has."""
     sizes = _sizes(f)
     rotary = _rotary(f, sizes["head_dim"], partial)
     return sizes | {
@@ -310,14 +311,14 @@ def _windowed(f: Fields, partial: bool = False) -> dict[str, Any]:
 
 
 def _qwen(f: Fields) -> dict[str, Any]:
-    """Layers from max_window_layers on slide, where the window is used at all."""
-    f.stated("num_key_value_heads")
+    """Layers from max_window_layers on have a sliding window, if windows are used at all."""
+    f.require_present("num_key_value_heads")
     sizes, count = _sizes(f), _num_layers(f)
     window, start = f.size("sliding_window", None), f.take("max_window_layers", count)
     if type(start) is not int:
         raise ValueError(f"max_window_layers={start!r} must be an integer")
     if f.flag("use_sliding_window", False):
-        f.stated("sliding_window", "max_window_layers")
+        f.require_present("sliding_window", "max_window_layers")
     else:
         window = None
     slides = lambda i: window is not None and i >= start
@@ -334,19 +335,19 @@ def _qwen2(f: Fields) -> dict[str, Any]:
 
 
 def _qwen3(f: Fields) -> dict[str, Any]:
-    f.stated("head_dim")
+    f.require_present("head_dim")
     bias = f.flag("attention_bias", False)
     return _qwen(f) | {"qkv_bias": bias, "out_bias": bias, "qk_norm": True}
 
 
 def _gemma_common(f: Fields) -> dict[str, Any]:
-    """What all Gemmas share: 1 + weight, a scaled embedding, the tanh form of GELU."""
+    """The common fields of Gemma: 1 + weight, a scaled embedding, the tanh form of GELU."""
     f.must_be("use_bidirectional_attention", False)
-    f.stated("head_dim", "num_key_value_heads")
+    f.require_present("head_dim", "num_key_value_heads")
     bias, sizes = f.flag("attention_bias", False), _sizes(f)
     activation = f.text("hidden_activation", f.text("hidden_act", "gelu_pytorch_tanh"))
     return sizes | {
-        # The first releases said "gelu" and meant its tanh form.
+        # The first releases wrote "gelu" for its tanh form.
         "activation": _activation("gelu_pytorch_tanh" if activation == "gelu" else activation),
         "norm_offset": 1.0,
         "embedding_scale": sizes["hidden_size"] ** 0.5,
@@ -362,7 +363,7 @@ def _gemma(f: Fields) -> dict[str, Any]:
 
 
 def _gemma2(f: Fields) -> dict[str, Any]:
-    f.stated("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+    f.require_present("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
     common = _gemma_common(f)
     period = ["sliding_attention", "full_attention"]
     default = [period[i % 2] for i in range(_num_layers(f))]
@@ -377,9 +378,9 @@ def _gemma2(f: Fields) -> dict[str, Any]:
 
 
 def _gemma3(f: Fields) -> dict[str, Any]:
-    """Five layers slide, with a rotary base of their own; the sixth does not."""
+    """Five layers have a sliding window and their own rotary base; the sixth has neither."""
     f.must_be("attn_logit_softcapping", 0.0)
-    f.stated("sliding_window")
+    f.require_present("sliding_window")
     common, period = _gemma_common(f), f.size("sliding_window_pattern", 6)
     default = [
         "full_attention" if (i + 1) % period == 0 else "sliding_attention"
@@ -404,7 +405,7 @@ def _gemma3_rotary(f: Fields, head_dim: int) -> dict[str, Rotary]:
         "sliding_attention": {"rope_theta": local},
     }
     both = {kind: old[kind] | new.block(kind) for kind in old}
-    new.close()
+    new.reject_unread()
     max_seqlen = f.size("max_position_embeddings")
     return {kind: Rotary.from_hf(values, head_dim, max_seqlen) for kind, values in both.items()}
 

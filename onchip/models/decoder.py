@@ -1,8 +1,8 @@
 """One decoder for all families: embeddings, layers of attention and MLP, a head.
 
-A layer does not know where its keys come from. It hands q, k and v to an `Attend`, of which there
-are three here: sequences in pages (serving), dense batches and packed sequences (training,
-scoring). Any other fold will do.
+A layer is independent of the source of its keys: it passes q, k and v to an `Attend`. This file has
+three of them: sequences in pages (serving), dense batches and packed sequences (training, scoring).
+Any other fold works, too.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,6 @@ from onchip.core.functional import attention, paged_attention, varlen_attention
 from onchip.core.problem import DTYPES, checks
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models.config import Layer, ModelConfig
-from onchip.models.names import Part
 from onchip.models.pointwise import (
     Norms,
     activate,
@@ -27,21 +26,22 @@ from onchip.models.pointwise import (
     place,
     rms_norm,
 )
-from onchip.models.rotary import rotate, turns
+from onchip.models.rotary import cos_sin, rotate
+from onchip.models.weight_names import Shard
 
-Turns = Sequence[tuple[Tensor, Tensor]]  # (cos, sin) for each of `ModelConfig.rotaries`
+Rope = Sequence[tuple[Tensor, Tensor]]  # (cos, sin) for each of `ModelConfig.rotaries`
 
 
 class Attend(Protocol):
-    """Attention of one layer over what came before: q (..., num_heads, head_dim), k and v (...,
+    """Attention of one layer over all tokens so far: q (..., num_heads, head_dim), k and v (...,
     num_kv_heads, head_dim) of the new tokens; options of `onchip.attention`.
     """
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor: ...
 
 
-class Paged(NamedTuple):
-    """Keys and values go to the pages of the cache, and are read from there."""
+class PagedAttend(NamedTuple):
+    """Writes keys and values to the pages of the cache, and attends over the pages."""
 
     batch: PagedBatch
     cache: KVCache
@@ -51,19 +51,19 @@ class Paged(NamedTuple):
         return self.read(layer, q, **options)
 
     def read(self, layer: int, q: Tensor, **options: Any) -> Tensor:
-        """Attention over what is in the pages, the keys and values of the new tokens included."""
+        """Attention over the pages, which contain the keys and values of the new tokens already."""
         batch, cache = self
         pages = *cache.layer(layer), batch.page_table, batch.cache_seqlens
         options |= cache.scales(layer)
         if batch.max_seqlen_q == 1 and q.shape[0] == batch.page_table.shape[0]:
-            # a token of each sequence: kernels need not look for them
+            # One token per sequence: kernels need no cu_seqlens_q.
             return cast(Tensor, paged_attention(q[:, None], *pages, **options))[:, 0]
         options |= {"cu_seqlens_q": batch.cu_seqlens_q, "max_seqlen_q": batch.max_seqlen_q}
         return cast(Tensor, paged_attention(q, *pages, **options))
 
 
-class Packed(NamedTuple):
-    """Whole sequences, one after another."""
+class PackedAttend(NamedTuple):
+    """Whole sequences, packed one after another."""
 
     cu_seqlens: Tensor
     max_seqlen: int
@@ -73,14 +73,14 @@ class Packed(NamedTuple):
         return cast(Tensor, varlen_attention(q, k, v, *lengths, causal=True, **options))
 
 
-def dense(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def attend_dense(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Whole sequences of one length: an `Attend` of (batch, seqlen) tokens."""
     return cast(Tensor, attention(q, k, v, causal=True, **options))
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where parameters are made."""
+class ParameterFactory:
+    """The device and dtype of new parameters."""
 
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
@@ -96,10 +96,10 @@ class Place:
 class Linear(nn.Module):
     """x @ weight.T + bias, not initialised: `loader` fills it."""
 
-    def __init__(self, inner: int, outer: int, bias: bool, place: Place):
+    def __init__(self, inner: int, outer: int, bias: bool, factory: ParameterFactory):
         super().__init__()
-        self.weight = place.empty(outer, inner)
-        self.bias = place.empty(outer) if bias else None
+        self.weight = factory.empty(outer, inner)
+        self.bias = factory.empty(outer) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -108,11 +108,11 @@ class Linear(nn.Module):
 class NormLayer(nn.Module):
     """The norm of a config over the last `size` elements."""
 
-    def __init__(self, config: ModelConfig, size: int, place: Place):
+    def __init__(self, config: ModelConfig, size: int, factory: ParameterFactory):
         super().__init__()
         self.eps, self.offset = config.norm_eps, config.norm_offset
-        self.weight = place.empty(size)
-        self.bias = place.empty(size) if config.norm == "layer" else None
+        self.weight = factory.empty(size)
+        self.bias = factory.empty(size) if config.norm == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is not None:
@@ -120,40 +120,43 @@ class NormLayer(nn.Module):
         return rms_norm(x, self.weight, self.eps, self.offset)
 
 
-class Attention(nn.Module):
-    """qkv holds the rows of q, then k, then v."""
+class DecoderAttention(nn.Module):
+    """Self-attention of a layer. The weight `qkv` holds the rows of q, then k, then v."""
 
-    def __init__(self, config: ModelConfig, index: int, place: Place):
+    def __init__(self, config: ModelConfig, index: int, factory: ParameterFactory):
         super().__init__()
         heads, dim, width = config.num_heads, config.head_dim, config.hidden_size
         self.heads, self.head_dim = (heads, config.num_kv_heads, config.num_kv_heads), dim
         layer, rotaries = config.layers[index], config.rotaries
         self.index, self.options = index, score_options(config, layer)
-        self.turned = None if layer.rotary is None else rotaries.index(layer.rotary)
-        self.qkv = Linear(width, sum(self.heads) * dim, config.qkv_bias, place)
-        self.out = Linear(heads * dim, width, config.out_bias, place)
-        self.q_norm = NormLayer(config, dim, place) if config.qk_norm else None
-        self.k_norm = NormLayer(config, dim, place) if config.qk_norm else None
+        self.rope_index = None if layer.rotary is None else rotaries.index(layer.rotary)
+        self.qkv = Linear(width, sum(self.heads) * dim, config.qkv_bias, factory)
+        self.out = Linear(heads * dim, width, config.out_bias, factory)
+        self.q_norm = NormLayer(config, dim, factory) if config.qk_norm else None
+        self.k_norm = NormLayer(config, dim, factory) if config.qk_norm else None
 
-    def forward(self, x: Tensor, turned: Turns, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
         qkv = self.qkv(x)
-        if isinstance(attend, Paged) and self._fuses(qkv):
-            q = self.write(qkv, turned, attend)
+        if isinstance(attend, PagedAttend) and self._fuses(qkv):
+            q = self.write(qkv, rope, attend)
             return self.out(attend.read(self.index, q, **self.options).flatten(-2))
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=-2)
-        q, k = self._place(q, self.q_norm, turned), self._place(k, self.k_norm, turned)
+        q, k = (
+            self._norm_and_rotate(q, self.q_norm, rope),
+            self._norm_and_rotate(k, self.k_norm, rope),
+        )
         return self.out(attend(self.index, q, k, v, **self.options).flatten(-2))
 
     def _fuses(self, qkv: Tensor) -> bool:
-        """Whether norms, rotation and page write are one launch. Checked writes are not."""
+        """Whether norms, rotation and page write run as one launch; checked writes do not."""
         norm = self.q_norm
         return fused(qkv) is not None and (norm is None or norm.bias is None) and not checks.enabled
 
-    def write(self, qkv: Tensor, turned: Turns, paged: Paged) -> Tensor:
-        """Queries, normed and turned; keys, treated alike, and values go to their pages: one
-        launch.
+    def write(self, qkv: Tensor, rope: Rope, paged: PagedAttend) -> Tensor:
+        """Return the queries, normalised and rotated; write the keys, treated alike, and the values
+        to their pages: one launch.
         """
-        turn = None if self.turned is None else turned[self.turned]
+        turn = None if self.rope_index is None else rope[self.rope_index]
         norms = None if self.q_norm is None else self._norms()
         cache, slots = paged.cache, paged.batch.slot_mapping
         pages = *cache.layer(self.index), *cache.scales(self.index).values()
@@ -163,20 +166,20 @@ class Attention(nn.Module):
         q, k = self.q_norm, self.k_norm
         return Norms(q.weight, k.weight, q.eps, q.offset)
 
-    def _place(self, x: Tensor, norm: NormLayer | None, turned: Turns) -> Tensor:
+    def _norm_and_rotate(self, x: Tensor, norm: NormLayer | None, rope: Rope) -> Tensor:
         x = optional(norm, x)
-        return x if self.turned is None else rotate(x, *turned[self.turned])
+        return x if self.rope_index is None else rotate(x, *rope[self.rope_index])
 
 
 class MLP(nn.Module):
-    """up holds the rows of gate, then up, where the MLP is gated."""
+    """The weight `up` holds the rows of gate, then up, if the MLP is gated."""
 
-    def __init__(self, config: ModelConfig, place: Place):
+    def __init__(self, config: ModelConfig, factory: ParameterFactory):
         super().__init__()
         self.gated, self.activation = config.gated, config.activation
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.up = Linear(width, inner * (2 if config.gated else 1), bias, place)
-        self.down = Linear(inner, width, bias, place)
+        self.up = Linear(width, inner * (2 if config.gated else 1), bias, factory)
+        self.down = Linear(inner, width, bias, factory)
 
     def forward(self, x: Tensor) -> Tensor:
         act = gated_activation if self.gated else activate
@@ -184,37 +187,37 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); post norms, where a config has them, before
-    the sums.
+    """x + attention(norm(x)), then x + mlp(norm(x)); with post norms of the two outputs if the
+    config has them.
     """
 
-    def __init__(self, config: ModelConfig, index: int, place: Place):
+    def __init__(self, config: ModelConfig, index: int, factory: ParameterFactory):
         super().__init__()
-        norm = lambda: NormLayer(config, config.hidden_size, place)
+        norm = lambda: NormLayer(config, config.hidden_size, factory)
         self.attention_norm, self.mlp_norm = norm(), norm()
-        self.attention = Attention(config, index, place)
-        self.mlp = MLP(config, place)
+        self.attention = DecoderAttention(config, index, factory)
+        self.mlp = MLP(config, factory)
         self.attention_post_norm = norm() if config.post_norms else None
         self.mlp_post_norm = norm() if config.post_norms else None
 
     def forward(
-        self, x: Tensor, y: Tensor | None, turned: Turns, attend: Attend
+        self, x: Tensor, y: Tensor | None, rope: Rope, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """x: the residual stream; y: what the block before adds to it. Both of the next block: a
-        sum and the norm after it are one operation.
+        """x: the residual stream; y: the output of the block before, to be added to it. Returns
+        both for the next block: a sum and the norm after it are one operation.
         """
         x, normed = add_norm(x, y, self.attention_norm)
-        y = optional(self.attention_post_norm, self.attention(normed, turned, attend))
+        y = optional(self.attention_post_norm, self.attention(normed, rope, attend))
         x, normed = add_norm(x, y, self.mlp_norm)
         return x, optional(self.mlp_post_norm, self.mlp(normed))
 
 
 class Decoder(nn.Module):
-    """A model of a config, or the part of one rank of it (`onchip.parallel.tensor`); its parameters
-    are not initialised (`loader.load`, `loader.random_model`).
+    """The model of a config, or one rank's shard of it (`onchip.parallel.tensor`). Its parameters
+    are not initialised: use `loader.load` or `loader.random_model`.
 
     forward: one step over pages. full: whole sequences, differentiable. Both return hidden states
-    after the last norm; `logits` is what follows.
+    after the last norm; `logits` computes logits from them.
     """
 
     def __init__(
@@ -222,19 +225,19 @@ class Decoder(nn.Module):
         config: ModelConfig,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        part: Part = Part(),  # noqa: B008 (immutable)
+        shard: Shard = Shard(),  # noqa: B008 (immutable)
     ):
         super().__init__()
-        place = Place(device, dtype)
-        config = config.shard(part.world_size)
+        factory = ParameterFactory(device, dtype)
+        config = config.shard(shard.world_size)
         width = config.hidden_size
-        self.config, self.part, self.rotaries = config, part, config.rotaries
-        self.embed = place.empty(config.vocab_size, width)
+        self.config, self.shard, self.rotaries = config, shard, config.rotaries
+        self.embed = factory.empty(config.vocab_size, width)
         learned = config.learned_positions
-        self.positions = place.empty(config.max_seqlen, width) if learned else None
-        self.layers = nn.ModuleList(Block(config, i, place) for i in range(config.num_layers))
-        self.norm = NormLayer(config, width, place)
-        self.head = None if config.tied else place.empty(config.vocab_size, width)
+        self.positions = factory.empty(config.max_seqlen, width) if learned else None
+        self.layers = nn.ModuleList(Block(config, i, factory) for i in range(config.num_layers))
+        self.norm = NormLayer(config, width, factory)
+        self.head = None if config.tied else factory.empty(config.vocab_size, width)
 
     @property
     def device(self) -> torch.device:
@@ -246,17 +249,17 @@ class Decoder(nn.Module):
 
     @property
     def width(self) -> int:
-        """Of the hidden states."""
+        """The size of the hidden states."""
         return self.config.hidden_size
 
     @property
     def layer_weights(self) -> int:
-        """Parameters of a layer."""
+        """The number of parameters of a layer."""
         return sum(weight.numel() for weight in self.layers[0].parameters())
 
     def cache_spec(self, page_size: int = 16, kv_dtype: str | None = None) -> Spec:
-        """Pages for the keys and values of this model on its device, in its dtype or, with kv_dtype
-        "fp8" or "int8", in 8 bits.
+        """Pages for the keys and values of this model, on its device and in its dtype, or in 8 bits
+        with kv_dtype "fp8" or "int8".
         """
         c, w = self.config, self.embed
         sizes = c.num_layers, c.num_kv_heads, c.head_dim
@@ -272,13 +275,13 @@ class Decoder(nn.Module):
         cache: KVCache,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """One step: hidden states of the new tokens of a batch, or of the asked rows of them.
+        """One step: hidden states of the new tokens of a batch, or of some rows of them.
 
-        tokens, positions: integers (num_tokens,), packed as `batch` says (`positions_of(batch)`).
-        Keys and values are written to the cache; committing them is the caller's. rows: integers
-        (num_rows,), positions in `tokens`. Padding of a static batch gives rows of no meaning.
+        tokens, positions: integers (num_tokens,), packed like `batch` (`positions_of(batch)`). Keys
+        and values are written to the cache; the caller commits them. rows: integers (num_rows,),
+        indices into `tokens`. Padding of a static batch gives undefined rows.
         """
-        return self.run(tokens, positions, Paged(batch, cache), rows)
+        return self.run(tokens, positions, PagedAttend(batch, cache), rows)
 
     def full(
         self, tokens: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
@@ -291,14 +294,14 @@ class Decoder(nn.Module):
         self._check_length(max_seqlen or tokens.shape[-1])
         if cu_seqlens is None:
             positions = torch.arange(tokens.shape[-1], device=tokens.device)
-            return self.run(tokens, positions.expand(tokens.shape), dense)
+            return self.run(tokens, positions.expand(tokens.shape), attend_dense)
         each = torch.arange(tokens.shape[0], device=tokens.device)
         owner = torch.searchsorted(cu_seqlens, each.int(), right=True) - 1
-        return self.run(tokens, each - cu_seqlens[owner], Packed(cu_seqlens, max_seqlen))
+        return self.run(tokens, each - cu_seqlens[owner], PackedAttend(cu_seqlens, max_seqlen))
 
     def logits(self, hidden: Tensor, wide: bool = True) -> Tensor:
-        """(..., vocab_size) in fp32 (fp64 for fp64). Not wide: as the matrix product rounds them,
-        unless they are capped, for who reads them once and widens them on the way.
+        """(..., vocab_size) in fp32 (fp64 for fp64). wide=False keeps the dtype of the matrix
+        product, unless logits are capped: for a kernel that reads them once and widens them itself.
         """
         out = F.linear(hidden, self.embed if self.head is None else self.head)
         if not wide and not self.config.logit_softcap:
@@ -309,18 +312,18 @@ class Decoder(nn.Module):
     def run(
         self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> Tensor:
-        """Hidden states of tokens of any shape over keys from anywhere: what `forward` and `full`
-        do with the three of this file.
+        """Hidden states of tokens of any shape, with any `Attend`. `forward` and `full` call it
+        with the three of this file.
         """
-        compiling = torch.compiler.is_compiling()  # a value that is read would break the graph
+        compiling = torch.compiler.is_compiling()  # reading a value would break the graph
         if (tokens.device.type == "cpu" and not compiling) or checks.enabled:
             self._check_tokens(tokens)
         x = embed(tokens, self.embed, self.config.embedding_scale)
         x = x if self.positions is None else x + F.embedding(positions, self.positions)
-        turned = [turns(rotary, positions) for rotary in self.rotaries]
+        rope = [cos_sin(rotary, positions) for rotary in self.rotaries]
         y = None
         for block in self.layers:
-            x, y = block(x, y, turned, attend)
+            x, y = block(x, y, rope, attend)
         if rows is not None:
             x, y = x.index_select(0, rows), y.index_select(0, rows)
         return add_norm(x, y, self.norm)[1]
@@ -328,7 +331,7 @@ class Decoder(nn.Module):
     def _check_length(self, seqlen: int) -> None:
         limit = self.config.max_seqlen
         if self.positions is not None and seqlen > limit:
-            raise ValueError(f"{seqlen} tokens exceed the {limit} positions that were learned")
+            raise ValueError(f"{seqlen} tokens exceed the {limit} learned positions")
 
     def _check_tokens(self, tokens: Tensor) -> None:
         low, high = (t.item() for t in tokens.aminmax()) if tokens.numel() else (0, 0)
@@ -358,7 +361,7 @@ def score_options(config: ModelConfig, layer: Layer) -> dict[str, Any]:
 
 def embed(tokens: Tensor, weight: Tensor, factor: float) -> Tensor:
     x = F.embedding(tokens, weight)
-    # In the dtype of the weights: Gemma was trained with the rounded factor.
+    # The factor is rounded to the dtype of the weights: Gemma was trained so.
     return x if factor == 1 else x * torch.tensor(factor, dtype=weight.dtype).item()
 
 

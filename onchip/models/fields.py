@@ -1,4 +1,4 @@
-"""Reading somebody else's JSON: every value has a type, and every field was asked for."""
+"""Read untrusted JSON: every value is checked for its type, and unread fields are refused."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -13,18 +13,18 @@ def check_size(name: str, value: object) -> None:
 
 
 class Fields:
-    """The fields of an object that errors call `what`. Absent and null are the same, and give the
-    default, unless it is REQUIRED; `close` refuses what nobody asked for.
+    """The fields of a JSON object, called `what` in errors. An absent field and null are the same:
+    both give the default, or an error if it is REQUIRED. `reject_unread` refuses all other fields.
     """
 
     def __init__(self, data: Mapping[str, Any], what: str):
         self.data = data
         self.what = what
-        self._asked: set[str] = set()
+        self._read_names: set[str] = set()
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
-        """The value of a field, of any type."""
-        self._asked.add(name)
+        """The value of a field, of any type; marks the field as read."""
+        self._read_names.add(name)
         value = self.data.get(name)
         if value is not None:
             return value
@@ -60,21 +60,21 @@ class Fields:
             raise ValueError(f"{name}={value!r} in {self.what} must hold strings")
         return value
 
-    def stated(self, *names: str) -> None:
-        """Fields whose default depends on who reads the file: they must be there, if only null."""
+    def require_present(self, *names: str) -> None:
+        """Fields with a default that depends on the program: they must be present, if only null."""
         for name in names:
             if name not in self.data:
                 raise ValueError(f"{self.what} has no {name}")
 
     def must_be(self, name: str, expected: Any) -> None:
-        """A field that is served with one value only, or absent."""
+        """A field with one supported value; it may be absent."""
         value = self.take(name, expected)
         if value != expected:
             raise ValueError(f"{name}={value!r} in {self.what} is not served: only {expected!r} is")
 
-    def close(self, harmless: Collection[str] = (), hint: str = "") -> None:
-        """Refuse fields that were not asked for, are not harmless, and say something."""
-        for name in sorted(set(self.data) - self._asked - set(harmless)):
+    def reject_unread(self, harmless: Collection[str] = (), hint: str = "") -> None:
+        """Refuse fields that were not read, are not harmless, and are neither null nor false."""
+        for name in sorted(set(self.data) - self._read_names - set(harmless)):
             if self.data[name] not in (None, False):
                 raise ValueError(
                     f"{name}={self.data[name]!r} in {self.what} is not known and may change the"

@@ -1,4 +1,4 @@
-"""Which way the model of a folder runs."""
+"""Choose between the native decoder and transformers for the model in a folder."""
 
 import re
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 from onchip.models import builtin, foreign
 from onchip.models.config import FAMILIES
 from onchip.models.loader import read_json
-from onchip.models.parts import text_fields
+from onchip.models.multimodal import text_fields
 
 
 def is_native(folder: str | Path) -> bool:
-    """Whether `decoder` has the family of a folder's model, as its config.json says. What says
-    nothing is left to the reader of our own, which refuses it.
+    """Whether `decoder` serves the model_type in a folder's config.json. A config without a
+    model_type counts as native: the native loader refuses it.
     """
     check_exists(folder)
     data = text_fields(read_json(Path(folder) / "config.json"))
@@ -20,7 +20,7 @@ def is_native(folder: str | Path) -> bool:
 
 
 def check_exists(folder: str | Path) -> None:
-    """A model is a folder. A name of a hub is refused with the command that would fetch it."""
+    """A model is a folder. The name of a hub model is refused with the command that fetches it."""
     name = str(folder)
     if Path(folder).exists():
         return
@@ -34,7 +34,7 @@ def check_exists(folder: str | Path) -> None:
 
 
 def about(model: str | Path) -> str | None:
-    """What who starts a model by this name should know about it, if anything."""
+    """A note for users who start the model of this name, or None."""
     if model == builtin.NAME:
         return builtin.ABOUT
     return None if is_native(model) else f"{model} {foreign.ABOUT}"

@@ -1,8 +1,9 @@
-"""Any other causal language model: the modules of transformers, with our attention over pages.
+"""Any other causal language model: the modules of transformers, with onchip's attention over pages.
 
-Slower than `decoder`: nothing is fused, no step is recorded, experts and norms are as transformers
-computes them. Nothing is fetched and no code of a checkpoint is run. A model is refused as early as
-it can be: by its config, by a run on no data (`probe`), by its files, and by a rehearsal.
+Slower than `decoder`: nothing is fused, no step is captured in a CUDA graph, and experts and norms
+run as in transformers. Nothing is downloaded, and no code of a checkpoint is run. A model is
+refused as early as possible: by its config, by a run without data (`probe`), by its files, and by a
+self check.
 """
 
 import math
@@ -21,24 +22,25 @@ from onchip.core.problem import UnsupportedError
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models import interface, safetensors
 from onchip.models.config import FAMILIES, token_ids
-from onchip.models.decoder import Paged
-from onchip.models.interface import Rule
+from onchip.models.decoder import PagedAttend
+from onchip.models.interface import MaskFunction
 from onchip.models.loader import entries_of, read_json
-from onchip.models.probe import Layout, call, check_config, probe
-from onchip.models.rehearsal import MOST_TOKENS, rehearse
-from onchip.models.safetensors import Entry
+from onchip.models.probe import AttentionLayout, call, check_config, probe
+from onchip.models.safetensors import TensorEntry
+from onchip.models.self_check import MAX_TOKENS, run_self_check
 
 ABOUT = "runs through transformers, slower: nothing is fused, and no step is recorded"
-# Why modules of transformers fail where ours would not, by what the error says.
+# Why modules of transformers fail here, by a part of the error text.
 _REASONS = {
-    "'Rule'": "it computes with its masks instead of handing them to the attention interface",
-    "meta tensor": "it looks at values while it computes, so nothing is known before it is loaded",
+    "'MaskFunction'": "it computes with its masks instead of passing them to the attention"
+    " interface",
+    "meta tensor": "it reads values while it computes, so it cannot be checked before it is loaded",
 }
 
 
 @dataclass(frozen=True)
 class ForeignConfig:
-    """What an engine asks about a model, under the names of `ModelConfig`."""
+    """The sizes that an engine needs, under the names of `ModelConfig`."""
 
     model_type: str
     vocab_size: int
@@ -54,26 +56,26 @@ class ForeignConfig:
 
 @dataclass(frozen=True)
 class ForeignCheckpoint:
-    """A folder that was checked, and what its model asks of attention. source: its config and
-    model_class: its class, both of transformers.
+    """A checked folder, and the attention layout of its model. source: its transformers config;
+    model_class: its transformers class.
     """
 
     folder: Path
     source: Any
     model_class: Any
     dtype: torch.dtype
-    layout: Layout
+    layout: AttentionLayout
     config: ForeignConfig
 
 
-class _Pages:
-    """A `Reader` that walks through the layers of one step."""
+class _PagedHandler:
+    """An `AttentionHandler` that counts the layers of one step."""
 
-    def __init__(self, paged: Paged, windows: tuple[int | None, ...]):
+    def __init__(self, paged: PagedAttend, windows: tuple[int | None, ...]):
         self._paged, self._windows, self._layer = paged, windows, 0
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, options: dict[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, rule: MaskFunction, options: dict[str, Any]
     ) -> Tensor:
         layer, self._layer = self._layer, self._layer + 1
         window = self._windows[layer]
@@ -83,11 +85,11 @@ class _Pages:
 
 
 class Foreign:
-    """A model of transformers as an engine sees a `Decoder`. What a step gives instead of hidden
-    states are logits, because what lies between them is the model's own.
+    """A transformers model with the interface of `Decoder`. A step returns logits instead of hidden
+    states, because only the model itself can compute logits from its hidden states.
     """
 
-    def __init__(self, model: Any, config: ForeignConfig, layout: Layout):
+    def __init__(self, model: Any, config: ForeignConfig, layout: AttentionLayout):
         self.model, self.config, self._layout = model, config, layout
         self.device = next(model.parameters()).device
         self.dtype, self.width = layout.logits_dtype, layout.vocab_size
@@ -109,15 +111,21 @@ class Foreign:
         cache: KVCache,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Logits of one step, of the asked rows of it: as `Decoder.forward`."""
-        keep = {"logits_to_keep": rows.long()} if rows is not None and self._layout.keeps else {}
-        with interface.reading(_Pages(Paged(batch, cache), self._layout.windows)):
+        """Logits of one step, or of some rows of it: as `Decoder.forward`."""
+        keep = (
+            {"logits_to_keep": rows.long()}
+            if rows is not None and self._layout.selects_rows
+            else {}
+        )
+        with interface.handle_attention(
+            _PagedHandler(PagedAttend(batch, cache), self._layout.windows)
+        ):
             logits = call(self.model, tokens.long(), position_ids=positions[None], **keep)
         return logits if rows is None or keep else logits.index_select(0, rows)
 
     @torch.no_grad()
     def own_logits(self, tokens: Tensor) -> Tensor:
-        """Of one whole sequence, by transformers' own attention."""
+        """Logits of one whole sequence, by transformers' own attention."""
         self.model.set_attn_implementation("eager")
         try:
             return call(self.model, tokens)
@@ -125,22 +133,22 @@ class Foreign:
             self.model.set_attn_implementation(interface.NAME)
 
     def logits(self, hidden: Tensor, wide: bool = True) -> Tensor:
-        """What a step gave, in fp32 (fp64 for fp64) if wide."""
+        """The result of a step, in fp32 (fp64 for fp64) if wide."""
         return hidden if not wide or hidden.dtype == torch.float64 else hidden.float()
 
 
 def inspect_foreign(folder: str | Path, dtype: torch.dtype | None = None) -> ForeignCheckpoint:
-    """The checkpoint of a model that `decoder` does not serve, or a ValueError that says why
+    """The checkpoint of a model that `decoder` does not serve, or a ValueError with the reason why
     transformers and pages cannot serve it either. Reads config.json and headers only. dtype: None
-    for that of most weights.
+    for the dtype of most weights.
     """
     folder = Path(folder)
     model_type = _stated_type(folder)
     check_folder(folder)
     entries = entries_of(folder)
     dtype = dtype or _dtype(entries)
-    transformers = interface.library()
-    with _refusing(model_type, transformers):
+    transformers = interface.load_transformers()
+    with _as_unsupported(model_type, transformers):
         source = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
@@ -157,14 +165,14 @@ def load_foreign(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> Foreign:
-    """The model of a checkpoint, rehearsed. Its weights pass through host memory."""
+    """The model of a checkpoint, after its self check. Its weights pass through host memory."""
     if not isinstance(checkpoint, ForeignCheckpoint):
         checkpoint = inspect_foreign(checkpoint, dtype)
-    transformers = interface.library()
-    with _refusing(checkpoint.config.model_type, transformers):
+    transformers = interface.load_transformers()
+    with _as_unsupported(checkpoint.config.model_type, transformers):
         model = _read(checkpoint).to(device)
         foreign = Foreign(model, checkpoint.config, checkpoint.layout)
-        rehearse(foreign, foreign.own_logits)
+        run_self_check(foreign, foreign.own_logits)
     return foreign
 
 
@@ -180,22 +188,22 @@ def _stated_type(folder: Path) -> str:
     return model_type
 
 
-def _dtype(entries: dict[str, Entry]) -> torch.dtype:
-    """That of most weights."""
+def _dtype(entries: dict[str, TensorEntry]) -> torch.dtype:
+    """The dtype of most weights."""
     counts: dict[str, int] = {}
     for entry in entries.values():
         counts[entry.dtype] = counts.get(entry.dtype, 0) + math.prod(entry.shape)
     most = max(counts, key=lambda name: counts[name], default="none")
     if most not in safetensors.DTYPES:
         kinds = ", ".join(safetensors.DTYPES)
-        raise UnsupportedError(f"most weights are stored as {most}; served are {kinds}")
+        raise UnsupportedError(f"most weights are stored as {most}; supported are {kinds}")
     return safetensors.DTYPES[most]
 
 
-def _config(source: Any, layout: Layout) -> ForeignConfig:
+def _config(source: Any, layout: AttentionLayout) -> ForeignConfig:
     text, heads = source.get_text_config(), layout.heads
-    if text.max_position_embeddings < MOST_TOKENS:
-        raise UnsupportedError(f"it has {text.max_position_embeddings} positions only")
+    if text.max_position_embeddings < MAX_TOKENS:
+        raise UnsupportedError(f"it has only {text.max_position_embeddings} positions")
     return ForeignConfig(
         model_type=source.model_type,
         vocab_size=layout.vocab_size,
@@ -210,20 +218,20 @@ def _config(source: Any, layout: Layout) -> ForeignConfig:
 
 
 def _skeleton(source: Any, dtype: torch.dtype, transformers: ModuleType) -> Any:
-    """The model without weights."""
+    """The model on the meta device, without weights."""
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(
             source, attn_implementation=interface.NAME, dtype=dtype, trust_remote_code=False
         ).eval()
 
 
-def _check_size(skeleton: Any, entries: dict[str, Entry]) -> None:
-    """A config is bounded by the files before anything is allocated for it."""
+def _check_size(skeleton: Any, entries: dict[str, TensorEntry]) -> None:
+    """Refuse a config with more weights than the files hold, before anything is allocated."""
     wanted = sum(weight.numel() for weight in skeleton.parameters())
     known = [entry for entry in entries.values() if entry.dtype in safetensors.DTYPES]
     held = sum(math.prod(entry.shape) for entry in known)
     if wanted > held:
-        raise ValueError(f"its config asks for {wanted:,} weights, the files hold {held:,}")
+        raise ValueError(f"its config needs {wanted:,} weights, the files hold {held:,}")
 
 
 def _read(checkpoint: ForeignCheckpoint) -> Any:
@@ -238,16 +246,16 @@ def _read(checkpoint: ForeignCheckpoint) -> Any:
         output_loading_info=True,
     )
     for name in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if found := report.get(name):
-            some = ", ".join(sorted(map(str, found))[:3])
-            raise ValueError(f"{len(found)} {name.replace('_', ' ')} in its files: {some}")
+        if keys := report.get(name):
+            some = ", ".join(sorted(map(str, keys))[:3])
+            raise ValueError(f"{len(keys)} {name.replace('_', ' ')} in its files: {some}")
     return model.eval()
 
 
 @contextmanager
-def _refusing(model_type: str, transformers: ModuleType) -> Iterator[None]:
-    """What goes wrong inside is a sentence about the model: configs and modules of transformers
-    fail in many ways with what they, or we, did not expect. Memory that runs out is another matter.
+def _as_unsupported(model_type: str, transformers: ModuleType) -> Iterator[None]:
+    """Turn any exception inside into an UnsupportedError about the model: configs and modules of
+    transformers fail in many ways on unexpected input. Out-of-memory errors pass unchanged.
     """
     try:
         yield
@@ -256,11 +264,11 @@ def _refusing(model_type: str, transformers: ModuleType) -> Iterator[None]:
     except Exception as error:
         raise UnsupportedError(
             f"model_type={model_type!r} is none of {', '.join(FAMILIES)}, and cannot be served"
-            f" through transformers {transformers.__version__}: {_why(error):.300}"
+            f" through transformers {transformers.__version__}: {_explain(error):.300}"
         ) from error
 
 
-def _why(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     text = str(error).strip().split("\n")[0]
     if isinstance(error, ValueError):
         return text

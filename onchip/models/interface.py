@@ -1,9 +1,9 @@
-"""The attention interface of transformers: a model whose `attn_implementation` is `NAME` hands its
-queries, keys and values to whoever reads here.
+"""The attention interface of transformers: a model with `attn_implementation` `NAME` passes its
+queries, keys and values to the current `AttentionHandler`.
 
-transformers calls two functions of ours, registered under one name: one for each mask of a forward,
-one for each attention. What it says to them becomes the options of `onchip.attention`; what cannot
-be said with those is refused. transformers is imported when it is asked for, never before.
+transformers calls two functions, registered under one name: one for each mask of a forward, one for
+each attention. Their arguments become options of `onchip.attention`; arguments without such an
+option are refused. transformers is imported on first use.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,13 +15,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from onchip.core.problem import UnsupportedError
-from onchip.models import served
-from onchip.models.rules import Rule
+from onchip.models import interface_check
+from onchip.models.mask_parsing import MaskFunction
 
 NAME = "onchip_paged"
-# Keywords of attention functions of transformers that choose keys or change scores, and that
-# `onchip.attention` has no option for. Any other keyword is one that a model hands on to all of its
-# modules (`TransformersKwargs`, labels, arguments of a loss), and says nothing to attention.
+# Keywords of transformers' attention functions that choose keys or change scores, and that
+# `onchip.attention` has no option for. Every other keyword is one that a model passes to all of its
+# modules (`TransformersKwargs`, labels, arguments of a loss); attention ignores it.
 _REFUSED = frozenset(
     {
         *("alibi", "attention_bias", "block_indices", "block_mask", "block_table", "cache"),
@@ -31,27 +31,27 @@ _REFUSED = frozenset(
 )
 
 
-class Reader(Protocol):
+class AttentionHandler(Protocol):
     """Attention of the next layer: q (tokens, num_heads, head_dim), k and v (tokens, num_kv_heads,
-    ...) of one batch row, the rule that the model hands over, and options of `onchip.attention`.
+    ...) of one batch row, the mask function of the model, and options of `onchip.attention`.
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, options: dict[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, rule: MaskFunction, options: dict[str, Any]
     ) -> Tensor: ...
 
 
-_reader: ContextVar[Reader] = ContextVar("onchip_reader")
+_handler: ContextVar[AttentionHandler] = ContextVar("onchip_attention_handler")
 
 
-def library() -> ModuleType:
-    """transformers, with our functions registered."""
+def load_transformers() -> ModuleType:
+    """The transformers module, with the two functions of this file registered."""
     return register(NAME, _attend, _mask)
 
 
 def register(name: str, attend: Callable[..., Any], mask: Callable[..., Any]) -> ModuleType:
-    """transformers, in which attn_implementation=name calls these two; UnsupportedError where there
-    is none, or one without the two interfaces.
+    """The transformers module, in which attn_implementation=name calls these two functions;
+    UnsupportedError if it is not installed or lacks one of the two interfaces.
     """
     try:
         import transformers
@@ -64,30 +64,30 @@ def register(name: str, attend: Callable[..., Any], mask: Callable[..., Any]) ->
         ) from None
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
-    served.guard(transformers.PreTrainedModel, name)
+    interface_check.guard(transformers.PreTrainedModel, name)
     return transformers
 
 
 @contextmanager
-def reading(reader: Reader) -> Iterator[None]:
-    """Inside, in this thread, attention of models under `NAME` is the reader's."""
-    token = _reader.set(reader)
+def handle_attention(handler: AttentionHandler) -> Iterator[None]:
+    """Inside, in this thread, the handler computes attention of models under `NAME`."""
+    token = _handler.set(handler)
     try:
         yield
     finally:
-        _reader.reset(token)
+        _handler.reset(token)
 
 
-def options_of(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `onchip.attention` for the keywords of a call; UnsupportedError names one that
+def options_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `onchip.attention` for the keywords of a call. UnsupportedError for a keyword that
     would change the scores and has no counterpart. `sliding_window` is in the mask already.
     """
-    said = {name: value for name, value in said.items() if value is not None}
-    scale, softcap = said.pop("scaling", None), said.pop("softcap", 0.0)
-    sinks = said.pop("s_aux", None)
-    for name, value in said.items():
+    keywords = {name: value for name, value in keywords.items() if value is not None}
+    scale, softcap = keywords.pop("scaling", None), keywords.pop("softcap", 0.0)
+    sinks = keywords.pop("s_aux", None)
+    for name, value in keywords.items():
         if name in _REFUSED and value is not False:
-            raise UnsupportedError(f"attention is given {name}, which has no counterpart here")
+            raise UnsupportedError(f"attention got {name}, which onchip.attention does not have")
     if isinstance(scale, Tensor) or isinstance(softcap, Tensor):
         raise UnsupportedError("scaling or softcap of attention is computed, not a number")
     options: dict[str, Any] = {"softmax_scale": scale, "softcap": float(softcap)}
@@ -100,21 +100,23 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Any = None,
-    **said: Any,
+    **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """query (1, num_heads, tokens, head_dim), key and value alike; out (1, tokens, num_heads,
-    head_dim_v).
+    """query (1, num_heads, tokens, head_dim), key and value likewise; returns out (1, tokens,
+    num_heads, head_dim_v).
     """
-    reader = _reader.get(None)
-    if reader is None:
-        raise UnsupportedError(f"attn_implementation={NAME!r} runs in steps of an engine alone")
-    if not isinstance(attention_mask, Rule):
+    handler = _handler.get(None)
+    if handler is None:
+        raise UnsupportedError(f"attn_implementation={NAME!r} runs only in the steps of an engine")
+    if not isinstance(attention_mask, MaskFunction):
         raise UnsupportedError(f"{type(module).__name__} attends without a causal mask")
     if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         raise UnsupportedError(f"{type(module).__name__} attends to other tokens than its own")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    return reader(q, k, v, attention_mask, options_of(said))[None], None
+    return handler(q, k, v, attention_mask, options_of(keywords))[None], None
 
 
-def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Rule:
-    return Rule(mask_function, local_size)
+def _mask(
+    *, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any
+) -> MaskFunction:
+    return MaskFunction(mask_function, local_size)

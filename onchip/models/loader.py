@@ -1,7 +1,7 @@
 """Models from a folder: config.json and safetensors, as Hugging Face stores them.
 
-A checkpoint is somebody else's data. Nothing in it is executed; names, types, shapes and sizes are
-checked against the config before a parameter is allocated, so that memory is bounded by the files.
+A checkpoint is untrusted data. Nothing in it is executed. Names, types, shapes and sizes are
+checked against the config before a parameter is allocated, so the files bound the memory.
 """
 
 import json
@@ -17,9 +17,9 @@ from onchip.core.files import read_regular
 from onchip.models import safetensors
 from onchip.models.config import ModelConfig
 from onchip.models.decoder import Decoder
-from onchip.models.names import DERIVED, NAMES, Part, Target, expected, targets
-from onchip.models.parts import text_entries
-from onchip.models.safetensors import Entry
+from onchip.models.multimodal import text_entries
+from onchip.models.safetensors import TensorEntry
+from onchip.models.weight_names import DERIVED, NAMES, Shard, Target, expected, targets
 
 MAX_JSON_BYTES = 100_000_000
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -28,16 +28,16 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder that was checked. entries: its tensors; targets: what becomes of them."""
+    """A checked folder. entries: its tensors; targets: the parameters that they fill."""
 
     folder: Path
     config: ModelConfig
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     targets: tuple[Target, ...]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the embedding is stored in."""
+        """The stored dtype of the embedding."""
         return safetensors.DTYPES[self.entries[self.targets[0].pieces[0].name].dtype]
 
     @property
@@ -47,8 +47,8 @@ class Checkpoint:
 
 
 def inspect(folder: str | Path, ignore: Collection[str] = ()) -> Checkpoint:
-    """The checkpoint in a folder, or a ValueError that says what is wrong with it. Reads
-    config.json and headers only. ignore: fields of config.json that you know to change nothing.
+    """The checkpoint in a folder, or a ValueError with the reason why it is invalid. Reads
+    config.json and headers only. ignore: fields of config.json that change nothing.
     """
     folder = Path(folder)
     data = read_json(folder / "config.json")
@@ -68,18 +68,18 @@ def load(
     rank: int = 0,
     world_size: int = 1,
 ) -> Decoder:
-    """The decoder of a checkpoint, in its own dtype unless given. Files are mapped, and parameters
-    filled one by one where they are to lie. With world_size > 1 the part of one rank, to be
-    connected by `onchip.parallel.tensor.TensorParallelGroup.connect`.
+    """The decoder of a checkpoint, by default in the stored dtype. Files are memory-mapped, and
+    parameters are filled one by one in their final memory. With world_size > 1 the shard of one
+    rank, to be connected by `onchip.parallel.tensor.TensorParallelGroup.connect`.
     """
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else inspect(checkpoint)
-    part = Part(rank, world_size)
+    shard = Shard(rank, world_size)
     read = _reader(checkpoint)
     _check_tied(checkpoint, read)
-    decoder = Decoder(checkpoint.config, device, dtype or checkpoint.dtype, part)
+    decoder = Decoder(checkpoint.config, device, dtype or checkpoint.dtype, shard)
     parameters = dict(decoder.named_parameters())
     for target in checkpoint.targets:
-        _fill(parameters[target.name], target, read, part)
+        _fill(parameters[target.name], target, read, shard)
     return decoder
 
 
@@ -89,19 +89,19 @@ def random_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
-    """A decoder of random weights whose hidden states and logits are of order one."""
+    """A decoder with random weights; its hidden states and logits are of order one."""
     decoder = Decoder(config, device, dtype)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in decoder.named_parameters():
-        _draw(name, parameter, config, generator)
+        _randomise(name, parameter, config, generator)
     return decoder
 
 
 def save(decoder: Decoder, folder: str | Path) -> None:
-    """config.json and model.safetensors, as transformers reads them."""
+    """Write config.json and model.safetensors, as transformers reads them."""
     source = json.loads(decoder.config.source or "{}")
     if not source or ModelConfig.from_hf(source, ignore=source) != decoder.config:
-        raise ValueError("only a whole model whose config came from ModelConfig.from_hf is saved")
+        raise ValueError("only a whole model with a config from ModelConfig.from_hf can be saved")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(decoder.config.source)
@@ -119,8 +119,8 @@ def read_json(file: Path) -> Any:
         raise ValueError(f"{file.name} is not JSON: {error}") from None
 
 
-def entries_of(folder: Path) -> dict[str, Entry]:
-    """The tensors of a folder, by its index where it has one."""
+def entries_of(folder: Path) -> dict[str, TensorEntry]:
+    """The tensors of a folder, by its index if it has one."""
     if (folder / _INDEX).exists():
         return _indexed(folder, read_json(folder / _INDEX))
     files = [folder / _SINGLE] if (folder / _SINGLE).exists() else [*folder.glob("*.safetensors")]
@@ -135,49 +135,51 @@ def entries_of(folder: Path) -> dict[str, Entry]:
     raise ValueError(f"{folder} has {len(files)} safetensors files and no {_INDEX}")
 
 
-def _indexed(folder: Path, index: Any) -> dict[str, Entry]:
+def _indexed(folder: Path, index: Any) -> dict[str, TensorEntry]:
     where = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(where, dict) or not all(isinstance(f, str) for f in where.values()):
         raise ValueError(f"{_INDEX} has no weight_map from names to files")
-    headers = {file: safetensors.header(_beside(folder, file)) for file in set(where.values())}
+    headers = {
+        file: safetensors.header(_file_in_folder(folder, file)) for file in set(where.values())
+    }
     for name, file in where.items():
         if name not in headers[file]:
-            raise ValueError(f"{_INDEX} says that {name} is in {file}, which does not have it")
+            raise ValueError(f"{_INDEX} lists {name} in {file}, which does not have it")
     return {name: headers[file][name] for name, file in where.items()}
 
 
-def _beside(folder: Path, name: str) -> Path:
-    """A file that the index names: in the folder itself, nowhere else."""
+def _file_in_folder(folder: Path, name: str) -> Path:
+    """A file that the index names: only files of the folder itself are accepted."""
     if "/" in name or "\\" in name or not name.endswith(".safetensors"):
-        raise ValueError(f"{_INDEX} names {name!r}, which is no .safetensors file of the folder")
+        raise ValueError(f"{_INDEX} names {name!r}, which is not a .safetensors file of the folder")
     if not (folder / name).exists():
         raise ValueError(f"{_INDEX} names {name}, which is missing")
     return folder / name
 
 
-def _check_entries(entries: dict[str, Entry], shapes: dict, tied_head: str | None) -> None:
+def _check_entries(entries: dict[str, TensorEntry], shapes: dict, tied_head: str | None) -> None:
     missing = sorted(shapes.keys() - entries.keys())
     if missing:
-        raise ValueError(f"{len(missing)} tensors are missing: {_some(missing)}")
+        raise ValueError(f"{len(missing)} tensors are missing: {_first_few(missing)}")
     extra = [n for n in entries.keys() - shapes.keys() if not n.endswith(DERIVED)]
     extra = sorted(n for n in extra if n != tied_head)
     if extra:
-        raise ValueError(f"{len(extra)} tensors have no place in the model: {_some(extra)}")
+        raise ValueError(f"{len(extra)} tensors are not part of the model: {_first_few(extra)}")
     for name, shape in shapes.items():
         entry = entries[name]
         if entry.shape != shape:
-            raise ValueError(f"{name} has shape {entry.shape}, the config says {shape}")
+            raise ValueError(f"{name} has shape {entry.shape}, the config implies {shape}")
         if entry.dtype not in safetensors.DTYPES:
             kinds = ", ".join(safetensors.DTYPES)
             raise ValueError(f"{name} is stored as {entry.dtype}; weights are one of {kinds}")
 
 
-def _some(names: list[str]) -> str:
+def _first_few(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _reader(checkpoint: Checkpoint) -> Callable[[str], Tensor]:
-    """Tensors by name; each file is mapped once."""
+    """A function that reads a tensor by name; each file is mapped once."""
     files = {entry.file for entry in checkpoint.entries.values()}
     mapped = {file: safetensors.map_file(file) for file in files}
 
@@ -189,7 +191,7 @@ def _reader(checkpoint: Checkpoint) -> Callable[[str], Tensor]:
 
 
 def _check_tied(checkpoint: Checkpoint, read: Callable[[str], Tensor]) -> None:
-    """A head that is stored although it is tied must be the embedding."""
+    """A stored head of a tied model must equal the embedding."""
     head = NAMES[checkpoint.config.model_type].head
     if not checkpoint.config.tied or head not in checkpoint.entries:
         return
@@ -201,19 +203,19 @@ def _check_tied(checkpoint: Checkpoint, read: Callable[[str], Tensor]) -> None:
 
 @torch.no_grad()
 def _fill(
-    parameter: nn.Parameter, target: Target, read: Callable[[str], Tensor], part: Part
+    parameter: nn.Parameter, target: Target, read: Callable[[str], Tensor], shard: Shard
 ) -> None:
     at = 0
     for piece in target.pieces:
         source = read(piece.name)
         source = source.T if target.transposed else source
-        share = part.of(source.narrow(0, piece.start, piece.rows), target.cut)
+        share = shard.of(source.narrow(0, piece.start, piece.rows), target.cut)
         parameter[at : at + len(share)].copy_(share)
         at += len(share)
 
 
 @torch.no_grad()
-def _draw(name: str, parameter: nn.Parameter, config: ModelConfig, generator: torch.Generator):
+def _randomise(name: str, parameter: nn.Parameter, config: ModelConfig, generator: torch.Generator):
     if parameter.dim() == 2:
         parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
         return
@@ -222,13 +224,13 @@ def _draw(name: str, parameter: nn.Parameter, config: ModelConfig, generator: to
 
 
 def _checkpoint_tensors(decoder: Decoder) -> dict[str, Tensor]:
-    """Parameters under the names of the checkpoint, fused ones cut into their pieces."""
+    """Parameters under the names of the checkpoint; fused ones are cut into their slices."""
     parameters = dict(decoder.named_parameters())
     parts: dict[str, list[Tensor]] = {}
     for target in targets(decoder.config):
         rows = parameters[target.name].detach().split([piece.rows for piece in target.pieces])
         for piece, share in zip(target.pieces, rows, strict=True):
             parts.setdefault(piece.name, []).append(share.T if target.transposed else share)
-    # Pieces of one tensor are rows of it, unless it is a transposed matrix.
+    # Slices of one tensor are rows of it, unless it is a transposed matrix.
     across = 1 if NAMES[decoder.config.model_type].transposed else 0
     return {name: torch.cat(s, min(across, s[0].dim() - 1)) for name, s in parts.items()}

@@ -1,5 +1,5 @@
-"""What a model of transformers asks of attention: found by running it on tensors without data, so
-before its weights are read.
+"""The attention layout of a transformers model: found by running it on the meta device, before its
+weights are read.
 """
 
 import inspect
@@ -13,16 +13,16 @@ from torch import Tensor
 from onchip.core.problem import DTYPES, MAX_HEAD_DIM, UnsupportedError
 from onchip.models import interface
 from onchip.models.config import MAX_LAYERS
-from onchip.models.interface import Rule
+from onchip.models.interface import MaskFunction
 
 _TOKENS = 3
-# What a cache of transformers may keep for a layer: keys and values, all or the last of them.
+# The cache layers of transformers that hold keys and values alone, all or the last of them.
 _KEYS_AND_VALUES = {"DynamicLayer", "DynamicSlidingWindowLayer"}
-_GROWING = {"dynamic", "longrope"}  # frequencies that change with the length
+_LENGTH_DEPENDENT = {"dynamic", "longrope"}  # rope types with frequencies that change with length
 
 
 class Heads(NamedTuple):
-    """The shape of one attention."""
+    """The head counts, dimensions and dtype of one attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -32,28 +32,28 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What was found. windows: of each attention, in the order of their calls. heads: of the first;
-    num_kv_heads, dimensions and dtype are those of all. keeps: whether the model computes logits of
-    chosen rows only.
+class AttentionLayout:
+    """The result of `probe`. windows: of each attention, in the order of the calls. heads: of the
+    first; num_kv_heads, dimensions and dtype are the same for all. selects_rows: whether the model
+    can compute logits of chosen rows only.
     """
 
     heads: Heads
     windows: tuple[int | None, ...]
     vocab_size: int
     logits_dtype: torch.dtype
-    keeps: bool
+    selects_rows: bool
 
 
-class _Recorder:
-    """A `Reader` that takes notes, and answers with the shape that is expected."""
+class _AttentionRecorder:
+    """An `AttentionHandler` that records shapes and windows, and returns an empty result."""
 
     def __init__(self) -> None:
         self.heads: list[Heads] = []
         self.windows: list[int | None] = []
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, options: dict[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, rule: MaskFunction, options: dict[str, Any]
     ) -> Tensor:
         if len({t.dtype for t in (q, k, v)}) > 1:
             raise UnsupportedError("queries, keys and values of a layer differ in dtype")
@@ -64,49 +64,55 @@ class _Recorder:
 
 
 def check_config(config: Any, transformers: ModuleType) -> None:
-    """Refuse what a config alone shows: another memory than keys and values, or frequencies that
+    """Refuse by the config alone: layers with other state than keys and values, or frequencies that
     would make cached keys wrong.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError("it has an encoder")
     text = config.get_text_config()
     if not 1 <= text.num_hidden_layers <= MAX_LAYERS:
-        raise ValueError(f"{text.num_hidden_layers} layers are none of 1 to {MAX_LAYERS}")
+        raise ValueError(f"{text.num_hidden_layers} layers are not in 1 to {MAX_LAYERS}")
     kinds = {type(layer).__name__ for layer in transformers.DynamicCache(config=text).layers}
     if others := sorted(kinds - _KEYS_AND_VALUES):
         raise UnsupportedError(
-            f"its layers remember more than keys and values ({', '.join(others)})"
+            f"its layers keep more state than keys and values ({', '.join(others)})"
         )
-    if growing := sorted(_rope_types(getattr(text, "rope_parameters", None)) & _GROWING):
+    if growing := sorted(_rope_types(getattr(text, "rope_parameters", None)) & _LENGTH_DEPENDENT):
         raise UnsupportedError(
             f"its rotary frequencies change with the length ({growing[0]}), so cached keys would"
             " be wrong"
         )
 
 
-def probe(model: Any, transformers: ModuleType) -> Layout:
+def probe(model: Any, transformers: ModuleType) -> AttentionLayout:
     """The layout of a model of transformers on the meta device."""
     named = inspect.signature(model.forward).parameters
     if "position_ids" not in named:
-        raise UnsupportedError("it takes no position_ids, so tokens cannot be placed")
+        raise UnsupportedError("it takes no position_ids, so tokens cannot be given positions")
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("batched_mm")  # routed without looking at values
-    recorder, keeps = _Recorder(), "logits_to_keep" in named
-    keep = {"logits_to_keep": torch.zeros(1, dtype=torch.long, device="meta")} if keeps else {}
-    with interface.reading(recorder), torch.no_grad():
+        model.set_experts_implementation("batched_mm")  # routes without reading values
+    recorder, selects_rows = _AttentionRecorder(), "logits_to_keep" in named
+    keep = (
+        {"logits_to_keep": torch.zeros(1, dtype=torch.long, device="meta")} if selects_rows else {}
+    )
+    with interface.handle_attention(recorder), torch.no_grad():
         zeros = torch.zeros(_TOKENS, dtype=torch.long, device="meta")
         logits = call(model, zeros, position_ids=zeros[None], **keep)
-    if logits.shape[0] != (1 if keeps else _TOKENS):
+    if logits.shape[0] != (1 if selects_rows else _TOKENS):
         raise UnsupportedError(f"it gives {logits.shape[0]} rows of logits for {_TOKENS} tokens")
     _check_memory(recorder, model.config.get_text_config(), transformers)
-    return Layout(
-        _common(recorder.heads), tuple(recorder.windows), logits.shape[-1], logits.dtype, keeps
+    return AttentionLayout(
+        _common(recorder.heads),
+        tuple(recorder.windows),
+        logits.shape[-1],
+        logits.dtype,
+        selects_rows,
     )
 
 
 def call(model: Any, tokens: Tensor, **named: Any) -> Tensor:
-    """Logits (rows, vocab_size) of tokens (num_tokens,) by transformers, with no cache of its own.
-    A mask of ones, as its `generate` gives it: without any it would look for packed sequences.
+    """Logits (rows, vocab_size) of tokens (num_tokens,) by transformers, without its cache. The
+    mask is all ones, as in its `generate`: without a mask it would search for packed sequences.
     """
     seen = torch.ones_like(tokens)[None]
     answer = model(
@@ -115,28 +121,29 @@ def call(model: Any, tokens: Tensor, **named: Any) -> Tensor:
     return answer.logits[0]
 
 
-def _check_memory(recorder: _Recorder, config: Any, transformers: ModuleType) -> None:
-    """Every layer that would have keys and values in a cache of transformers brings them here, and
-    sees as many of them as are kept there.
+def _check_memory(recorder: _AttentionRecorder, config: Any, transformers: ModuleType) -> None:
+    """Raise unless every layer with keys and values in transformers' cache calls the interface,
+    with the window of its cache layer.
     """
     count, layers = len(recorder.heads), transformers.DynamicCache(config=config).layers
     if not count or count < len(layers):
         raise UnsupportedError(
             f"{count} of its {len(layers) or 1} layers use the attention interface of transformers"
         )
-    kept = [getattr(layer, "sliding_window", None) for layer in layers]
-    if count == len(layers) and kept != recorder.windows:
+    cache_windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    if count == len(layers) and cache_windows != recorder.windows:
         raise UnsupportedError(
-            f"its masks have windows {_some(recorder.windows)}, its cache has {_some(kept)}"
+            f"its masks have windows {_distinct(recorder.windows)},"
+            f" its cache has {_distinct(cache_windows)}"
         )
 
 
-def _some(windows: list[int | None]) -> str:
+def _distinct(windows: list[int | None]) -> str:
     return ", ".join(map(str, dict.fromkeys(windows)))
 
 
 def _common(heads: list[Heads]) -> Heads:
-    """The shape of the first layer, whose pages fit the others."""
+    """The shape of the first layer; a ValueError unless its pages fit all layers."""
     first = heads[0]
     for other in heads:
         if other[1:] != first[1:]:
@@ -149,7 +156,7 @@ def _common(heads: list[Heads]) -> Heads:
 
 
 def _rope_types(stated: Any) -> set[str]:
-    """Of rope_parameters, which may hold a block for each kind of layer."""
+    """The rope types in rope_parameters, which may hold a block for each kind of layer."""
     if not isinstance(stated, dict):
         return set()
     inner = set().union(*map(_rope_types, stated.values()))

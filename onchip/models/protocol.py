@@ -1,4 +1,4 @@
-"""What an engine asks of a model."""
+"""The interface between an engine and a model."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from onchip.kvcache import KVCache, PagedBatch, Spec
 
 
 class Sizes(Protocol):
-    """What an engine asks about a model, under the names of `ModelConfig`."""
+    """The sizes that an engine needs, under the names of `ModelConfig`."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -32,8 +32,8 @@ class Sizes(Protocol):
 class Model(Protocol):
     """A `Decoder`, or a `Foreign` one.
 
-    A call is one step over pages: rows of `width` numbers in `dtype` for its tokens, which `logits`
-    makes logits of. layer_weights: how many numbers a layer multiplies with.
+    A call is one step over pages: rows of `width` numbers in `dtype` for its tokens; `logits` turns
+    them into logits. layer_weights: the number of weights of a layer.
     """
 
     @property

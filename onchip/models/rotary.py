@@ -1,4 +1,4 @@
-"""Rotary positions: how far each pair of a head's elements turns per token."""
+"""Rotary position embeddings (RoPE): frequencies, cos and sin, and their application."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from onchip.models.fields import Fields
 
-_MOVING = ("dynamic", "longrope", "su")
+_LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Elements i and i + dim / 2 of a head turn by position * frequency(i); elements from dim on
-    stay. kind: "default" is theta ** (-2 i / dim), "linear" that over factor, "llama3" and "yarn"
-    divide low frequencies by factor and leave high ones. original: the length before it was
-    stretched. amplitude: cos and sin are multiplied by it (yarn).
+    """Elements i and i + dim / 2 of a head rotate by position * frequency(i); elements from dim on
+    do not rotate. kind: "default" is theta ** (-2 i / dim), "linear" that over factor; "llama3" and
+    "yarn" divide low frequencies by factor and keep high ones. original: the maximum length before
+    it was extended. amplitude: a factor of cos and sin (yarn).
     """
 
     theta: float
@@ -48,23 +48,23 @@ class Rotary:
     def from_hf(
         cls, stated: Mapping[str, Any], head_dim: int, max_seqlen: int, partial: bool = False
     ) -> "Rotary":
-        """From a block rope_parameters of a config.json. partial: the family's heads may turn in
-        part.
+        """From a rope_parameters block of a config.json. partial: the family may rotate only a part
+        of each head.
         """
         f = Fields(stated, "rope_parameters")
         if not partial:
             f.must_be("partial_rotary_factor", 1.0)
         dim = int(head_dim * min(f.positive("partial_rotary_factor", 1.0), 1.0))
         kind = f.text("rope_type", f.text("type", "default"))
-        if kind in _MOVING:
+        if kind in _LENGTH_DEPENDENT:
             raise ValueError(
                 f"rope_type={kind!r} is not served: its frequencies change with the length of a"
-                " sequence, so that keys which are cached already would be wrong"
+                " sequence, so keys that are cached already would be wrong"
             )
-        if kind not in _READ:
-            raise ValueError(f"rope_type={kind!r} is not one of {', '.join(_READ)}")
-        rotary = cls(f.positive("rope_theta"), dim, kind, **_READ[kind](f, max_seqlen))
-        f.close()
+        if kind not in _PARSERS:
+            raise ValueError(f"rope_type={kind!r} is not one of {', '.join(_PARSERS)}")
+        rotary = cls(f.positive("rope_theta"), dim, kind, **_PARSERS[kind](f, max_seqlen))
+        f.reject_unread()
         return rotary
 
 
@@ -90,14 +90,14 @@ def _read_yarn(f: Fields, max_seqlen: int) -> dict[str, Any]:
 
 
 def _yarn_amplitude(f: Fields, factor: float) -> float:
-    """0.1 ln(factor) + 1, unless stated; with mscale and mscale_all_dim the ratio of two such."""
+    """0.1 ln(factor) + 1, unless stated; with mscale and mscale_all_dim the ratio of two."""
     grown = lambda mscale: 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
     over, under = f.positive("mscale", None), f.positive("mscale_all_dim", None)
     implied = grown(over) / grown(under) if over and under else grown(1.0)
     return f.positive("attention_factor", implied)
 
 
-_READ: dict[str, Callable[[Fields, int], dict[str, Any]]] = {
+_PARSERS: dict[str, Callable[[Fields, int], dict[str, Any]]] = {
     "default": lambda f, max_seqlen: {},
     "linear": lambda f, max_seqlen: {"factor": f.positive("factor")},
     "llama3": _read_llama3,
@@ -108,7 +108,7 @@ _READ: dict[str, Callable[[Fields, int], dict[str, Any]]] = {
 @lru_cache(maxsize=64)
 def frequencies(rotary: Rotary, device: torch.device) -> Tensor:
     """fp32 (dim / 2,) on the device, radians per token; computed once. fp32 throughout, because
-    checkpoints were trained with the roundings of that formula.
+    checkpoints were trained with the rounding errors of this formula.
     """
     with torch.inference_mode(False):
         steps = torch.arange(0, rotary.dim, 2, dtype=torch.float32) / rotary.dim
@@ -117,8 +117,8 @@ def frequencies(rotary: Rotary, device: torch.device) -> Tensor:
 
 
 def _llama3(rotary: Rotary, plain: Tensor) -> Tensor:
-    """Wavelengths over original / low are stretched, those below original / high are not."""
-    turns = rotary.original * plain / (2 * math.pi)  # over the original length
+    """Wavelengths above original / low are stretched, wavelengths below original / high are not."""
+    turns = rotary.original * plain / (2 * math.pi)  # full turns over the original length
     smooth = ((turns - rotary.low) / (rotary.high - rotary.low)).clamp(0, 1)
     return (1 - smooth) * plain / rotary.factor + smooth * plain
 
@@ -144,14 +144,14 @@ _SCALED = {
 }
 
 
-def turns(rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of every position, fp32 (*positions, 1, dim / 2): one for all heads."""
+def cos_sin(rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of every position, fp32 (*positions, 1, dim / 2); all heads share them."""
     angles = positions[..., None, None].float() * frequencies(rotary, positions.device)
     return angles.cos() * rotary.amplitude, angles.sin() * rotary.amplitude
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: (..., heads, head_dim), turned by (cos, sin) of `turns` in fp32 and rounded once."""
+    """Rotate x (..., heads, head_dim) by (cos, sin) of `cos_sin` in fp32, rounded once."""
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1).to(x.dtype)

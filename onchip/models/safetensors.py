@@ -1,10 +1,10 @@
-"""The safetensors format: 8 bytes that say how long the header is, the header (JSON: a dtype, a
-shape and two offsets per tensor), the bytes. No code is in such a file, and none is run.
+"""The safetensors format: 8 bytes with the length of the header, the header (JSON: a dtype, a shape
+and two offsets per tensor), the data. Such a file contains no code, and none is run.
 
-Read here rather than by a package because the header must be checked before anything is allocated.
-The tensors must cover the bytes, each byte once: what is allocated is then no more than the file
-has. What the package safetensors refuses is refused here; names that occur twice, fields beyond the
-three, and shapes whose sizes without the zeros overflow are refused here alone.
+It is parsed here rather than by a package because the header must be checked before anything is
+allocated. The tensors must cover the data, each byte once: so no more is allocated than the file
+has. Everything that the package safetensors refuses is refused here. Duplicate names, fields beyond
+the three, and shapes with a product of non-zero sizes that overflows are refused here alone.
 """
 
 import json
@@ -28,7 +28,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Bits of an element of every type that the format has.
+# Bits per element of every dtype of the format.
 BITS = {
     **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -40,8 +40,8 @@ BITS = {
 FIELDS = ("dtype", "shape", "data_offsets")
 
 
-class Entry(NamedTuple):
-    """A tensor of a file: bytes start to end of it. dtype as the file says it, one of `BITS`."""
+class TensorEntry(NamedTuple):
+    """A tensor of a file: its bytes start to end. dtype as in the file, one of `BITS`."""
 
     file: Path
     dtype: str
@@ -50,37 +50,37 @@ class Entry(NamedTuple):
     end: int
 
 
-def header(file: Path) -> dict[str, Entry]:
+def header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of a file, which cover its bytes from the header to its end."""
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little") if size >= 8 else -1
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise ValueError(f"{file.name} is no safetensors file: {size} bytes, header {length}")
+            raise ValueError(f"{file.name} is not a safetensors file: {size} bytes, {length=}")
         text = stream.read(length)
     raw = _parse(file, text)
-    found = {name: _entry(file, name, fields, 8 + length, size) for name, fields in raw.items()}
-    _check_cover(file, found, 8 + length, size)
-    return found
+    entries = {name: _entry(file, name, fields, 8 + length, size) for name, fields in raw.items()}
+    _check_cover(file, entries, 8 + length, size)
+    return entries
 
 
-def read(entry: Entry, mapped: Tensor) -> Tensor:
+def read(entry: TensorEntry, mapped: Tensor) -> Tensor:
     """The tensor of an entry, a view of its mapped file."""
     raw, dtype = mapped[entry.start : entry.end], DTYPES[entry.dtype]
-    # A header may have any length: elements that are not aligned to their size are copied.
+    # A header may have any length: unaligned elements are copied.
     raw = raw.clone() if entry.start % dtype.itemsize else raw
     return raw.view(dtype).view(entry.shape)
 
 
 def map_file(file: Path) -> Tensor:
-    """The bytes of a file, read when they are touched; writing to them does not change it."""
+    """The bytes of a file, read on first access; writing to them does not change the file."""
     with open_regular(file) as stream:
         mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def write(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A file of these tensors. The header is padded, so that they start on 64 bytes."""
+    """Write a file of these tensors. The header is padded to a multiple of 64 bytes."""
     fields, at = {"__metadata__": {"format": "pt"}}, 0
     for name, t in tensors.items():
         end = at + t.numel() * t.element_size()
@@ -98,14 +98,14 @@ def _copy_into(file: Path, tensors: Mapping[str, Tensor]) -> None:
     size = file.stat().st_size
     mapped = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
     for name, entry in header(file).items():
-        # As bytes: elements need not be aligned to their size where they lie in the file.
+        # As bytes: elements in the file need not be aligned to their size.
         raw = tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8)
         mapped[entry.start : entry.end].copy_(raw)
 
 
 def _parse(file: Path, text: bytes) -> dict[str, dict]:
     try:
-        # From bytes, json would take UTF-16 and UTF-32, too.
+        # Decoded first: from bytes, json would also accept UTF-16 and UTF-32.
         raw = json.loads(text.decode(), object_pairs_hook=_once, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the header of {file.name} is not JSON: {error}") from None
@@ -113,8 +113,8 @@ def _parse(file: Path, text: bytes) -> dict[str, dict]:
         raise ValueError(f"the header of {file.name} is not an object")
     metadata = raw.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise ValueError(f"__metadata__ of {file.name} is no object of texts")
-    try:  # an escape in JSON may stand for half a character
+        raise ValueError(f"__metadata__ of {file.name} is not an object of strings")
+    try:  # an escape in JSON may be half a surrogate pair
         "".join([*raw, *metadata, *metadata.values()]).encode()
     except UnicodeEncodeError:
         raise ValueError(f"a text in the header of {file.name} is not Unicode") from None
@@ -122,18 +122,18 @@ def _parse(file: Path, text: bytes) -> dict[str, dict]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError("a name occurs twice: readers differ in which one they take")
-    return found
+    return fields
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
-def _check_cover(file: Path, entries: Mapping[str, Entry], base: int, size: int) -> None:
-    """Overlaps would allocate more than the file has, gaps would hide what no tensor shows."""
+def _check_cover(file: Path, entries: Mapping[str, TensorEntry], base: int, size: int) -> None:
+    """Overlaps would allocate more than the file has; gaps would be data of no tensor."""
     at = base
     for name, entry in sorted(entries.items(), key=lambda item: item[1][3:]):
         if entry.start != at:
@@ -144,7 +144,7 @@ def _check_cover(file: Path, entries: Mapping[str, Entry], base: int, size: int)
         raise ValueError(f"the tensors of {file.name} end {size - at} bytes before it does")
 
 
-def _entry(file: Path, name: str, fields: Any, base: int, size: int) -> Entry:
+def _entry(file: Path, name: str, fields: Any, base: int, size: int) -> TensorEntry:
     try:
         dtype, shape, (start, end) = (fields[n] for n in FIELDS)
         numbers = [*shape, start, end]
@@ -158,12 +158,12 @@ def _entry(file: Path, name: str, fields: Any, base: int, size: int) -> Entry:
         has = size - base
         raise ValueError(f"{name} ends at byte {end} of {file.name}, which has {has}: truncated?")
     if dtype not in BITS:
-        raise ValueError(f"{name} in {file.name} is {dtype}, which is none of {', '.join(BITS)}")
+        raise ValueError(f"{name} in {file.name} is {dtype}, which is not one of {', '.join(BITS)}")
     if math.prod(shape) * BITS[dtype] != 8 * (end - start) or _overflows(shape):
         raise ValueError(f"{name} in {file.name}: {end - start} bytes for {dtype} {shape}")
-    return Entry(file, dtype, tuple(shape), base + start, base + end)
+    return TensorEntry(file, dtype, tuple(shape), base + start, base + end)
 
 
 def _overflows(shape: Iterable[int]) -> bool:
-    """Whether torch has no strides for it, though it may have no elements."""
+    """Whether torch cannot compute strides for it, even if it has no elements."""
     return math.prod(n for n in shape if n) >= 2**63

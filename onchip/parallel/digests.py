@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onchip.masks import BLOCK, BlockMask, Mask
 from onchip.masks.nodes import Cells, Dense, Grid, Interval, Join, Node, Not
-from onchip.masks.parts import node_of
+from onchip.masks.submask import node_of
 from onchip.parallel.rounds import MAX_PLANS
 
 # A mask that is a function is compared cell by cell if it has at most MAX_BLOCKS blocks of 128 x

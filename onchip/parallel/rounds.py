@@ -45,7 +45,7 @@ from onchip.core.backend import Grads, accumulator_dtype
 from onchip.core.problem import CachedCall, Options, Tensors, Window, describe, device_info, prepare
 from onchip.masks import BlockMask, Mask
 from onchip.masks.nodes import Grid, Interval, Node, both, build
-from onchip.masks.parts import node_of, part
+from onchip.masks.submask import node_of
 from onchip.parallel.sharding import Layout, documents_of, visible_cells
 
 KV = tuple[Tensor, Tensor]  # keys and values, or dk and dv
@@ -218,7 +218,7 @@ def plan_round(
         return None
     lo, hi = (torch.searchsorted(cols, ends) for ends in global_mask.key_ranges(rows))
     if global_mask.mask is not None:
-        seen = part(resolved or _resolve_mask(global_mask, device), rows, cols)
+        seen = submask(resolved or _resolve_mask(global_mask, device), rows, cols)
         node = both(Interval(seen.grid, lo, hi), seen)
         if not isinstance(node, Interval) or len(node.bounds[0]) > 1:
             return _plan_masked(global_mask, node, rows, cols, device)

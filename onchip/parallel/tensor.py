@@ -41,9 +41,9 @@ class TensorParallelGroup:
         now on all ranks make the same calls. Each has a cache for its own heads
         (`part.cache_spec()`). Inference only.
         """
-        if (part.part.rank, part.part.world_size) != (self.rank, self.world_size):
+        if (part.shard.rank, part.shard.world_size) != (self.rank, self.world_size):
             raise ValueError(
-                f"the decoder is {part.part}, this is rank {self.rank} of {self.world_size}"
+                f"the decoder is {part.shard}, this is rank {self.rank} of {self.world_size}"
             )
         total = SumOutput(self)
         plan = {"layers.*.attention.out": total, "layers.*.mlp.down": total}

@@ -151,4 +151,4 @@ def test_it_says_how_a_model_would_run(tmp_path, capsys):
     pytest.importorskip("transformers")
     assert main(["doctor", "--model", str(tmp_path)]) == 1
     told = capsys.readouterr().out
-    assert "not served" in told and "more than keys and values" in told
+    assert "not served" in told and "more state than keys and values" in told

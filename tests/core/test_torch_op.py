@@ -14,7 +14,7 @@ from onchip import masks
 from onchip.core import torch_op
 from onchip.core.functional import prepare_attention
 from onchip.core.problem import Options, Tensors
-from onchip.masks.later import DeferredRule
+from onchip.masks.deferred import DeferredRule
 
 FP32 = torch.float32
 OPTIONS = {
@@ -285,8 +285,8 @@ class TestTracedGraphs:
         mask = masks.causal()
         later = DeferredRule.of(mask, (2, 4, 20, 20), torch.device("cpu"))
         assert later.built() is mask.build(2, 4, 20, 20)
-        with pytest.raises(ValueError, match="the mask of this graph is gone"):
-            masks.mods.numbered(10**9)
+        with pytest.raises(ValueError, match="the mask of this graph was freed"):
+            masks.mods.find_numbered(10**9)
 
 
 class TestAutocast:

@@ -213,7 +213,7 @@ class HashEngine:
         """No page is in use, on the device or on the host."""
         if self.tier:
             self.tier.synchronize()
-            assert not self.tier.families and self.tier.num_free == self.tier.capacity
+            assert not self.tier.groups and self.tier.num_free == self.tier.capacity
         pool = self.cache.pool
         assert not pool.tables and pool.num_free == pool.capacity
         assert len(self.cache.host_table.free_rows) == self.cache.max_seqs

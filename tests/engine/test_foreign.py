@@ -7,7 +7,7 @@ import torch
 
 from onchip import LLM, BeamSearchParams, SamplingParams, UnsupportedError
 from onchip.cli import main
-from tests.models import foreigners
+from tests.models import foreign_models
 
 PROMPTS = [[5, 9, 5, 7], list(range(10, 41)), [3], [*range(20, 31)], [*range(10, 33), 90]]
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
@@ -21,7 +21,7 @@ def _transformers():
 @pytest.fixture
 def saved(tmp_path):
     def save(kind):
-        foreigners.model(kind).save_pretrained(tmp_path / kind)
+        foreign_models.model(kind).save_pretrained(tmp_path / kind)
         return tmp_path / kind
 
     return save
@@ -37,10 +37,10 @@ def told(outputs):
 
 
 def expected(kind, count=14):
-    return [foreigners.greedy(foreigners.model(kind), prompt, count) for prompt in PROMPTS]
+    return [foreign_models.greedy(foreign_models.model(kind), prompt, count) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("kind", foreigners.SERVED)
+@pytest.mark.parametrize("kind", foreign_models.SERVED)
 def test_greedy_tokens_are_those_of_transformers(kind, saved):
     """Prompts of 1 to 31 tokens in chunks of at most 9, pages of 4 slots, shared prefixes."""
     theirs = expected(kind)
@@ -65,7 +65,7 @@ def test_logprobs_forks_and_beams(saved):
         (output,) = llm.generate([PROMPTS[1]], asked, use_tqdm=False)
         (beams,) = llm.beam_search([PROMPTS[0]], BeamSearchParams(3, 4, ignore_eos=True))
     text = torch.tensor([PROMPTS[1] + list(output.outputs[0].token_ids)])
-    logits = foreigners.model("mixtral")(text, use_cache=False).logits[0]
+    logits = foreign_models.model("mixtral")(text, use_cache=False).logits[0]
     exact = logits.log_softmax(-1)[:-1].gather(1, text[0, 1:, None])[:, 0]
     told = [next(iter(one.values())).logprob for one in output.prompt_logprobs[1:]]
     told += [next(iter(one.values())).logprob for one in output.outputs[0].logprobs]
@@ -75,7 +75,7 @@ def test_logprobs_forks_and_beams(saved):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", foreigners.SERVED)
+@pytest.mark.parametrize("kind", foreign_models.SERVED)
 def test_a_gpu_gives_the_same_tokens(kind, saved):
     """In fp32; the self-check bounds the differences of 16 bits and must pass."""
     with serve(saved(kind), device="cuda", dtype="float32", num_pages=None) as llm:
@@ -109,7 +109,7 @@ def test_it_runs_on_one_rank_only(saved):
 
 
 def test_an_unsupported_model_is_rejected_by_the_engine(tmp_path):
-    foreigners.config("mamba").save_pretrained(tmp_path)
+    foreign_models.config("mamba").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     with pytest.raises(UnsupportedError, match="most weights are stored as none"):
         serve(tmp_path)

@@ -8,7 +8,7 @@ import torch
 from onchip import LLM
 from onchip.engine import ByteTokenizer, Engine, Limits, SamplingParams, memory
 from onchip.engine.model_runner import _used_bytes
-from onchip.kvcache.host import CHUNK_BYTES
+from onchip.kvcache.swap import CHUNK_BYTES
 
 
 def test_no_more_pages_than_all_sequences_can_fill(tiny):

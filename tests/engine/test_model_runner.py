@@ -13,7 +13,7 @@ from onchip.engine import SamplingParams
 from onchip.engine.graphs import RecordedGraph, StepGraphs, batch_sizes, fill_in_sampled
 from onchip.engine.model_runner import _int32_tensor, _is_decode_only
 from onchip.kvcache import PagedBatch
-from onchip.kvcache import batch as batches
+from onchip.kvcache import paged_batch as batches
 
 WAYS = {
     "plain": {},
@@ -61,12 +61,12 @@ def test_every_setting_gives_the_same_outputs_on_a_gpu(tiny, expected, way):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sent_whole", [8, 256])
-def test_a_graph_serves_all_lengths(tiny, expected, monkeypatch, sent_whole):
+@pytest.mark.parametrize("full_copy_pages", [8, 256])
+def test_a_graph_serves_all_lengths(tiny, expected, monkeypatch, full_copy_pages):
     """After the start no graph is recorded for longer sequences, and sending the columns of a wide
     table does not synchronize.
     """
-    monkeypatch.setattr(batches, "SENT_WHOLE", sent_whole)
+    monkeypatch.setattr(batches, "FULL_COPY_PAGES", full_copy_pages)
     with tiny.engine("cuda") as one:
         one.warm_up()
         tiny.ask(one)
@@ -205,13 +205,13 @@ class Again(NamedTuple):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("sent_whole", [3, 256])
-def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap, sent_whole):
+@pytest.mark.parametrize("full_copy_pages", [3, 256])
+def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap, full_copy_pages):
     """Batch sizes for 12 sequences are 1, 2, 4, 8 and 12, numbers of tokens 64, 128 ...; padding
     reads and writes nothing. All graphs are recorded at the start, for sequences of any length.
     """
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(batches, "SENT_WHOLE", sent_whole)
+    monkeypatch.setattr(batches, "FULL_COPY_PAGES", full_copy_pages)
     told = []
     for graphs in (False, True):
         with tiny.engine(overlap=overlap, num_pages=40, host_pages=90) as one:

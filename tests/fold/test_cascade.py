@@ -1,4 +1,4 @@
-"""Cascade: reading shared pages once changes what is read, never what comes out."""
+"""Cascade: reading shared pages once changes the bytes read, never the result."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def tries(draw):
     run = lambda low=0: [next(fresh) for _ in range(draw(st.integers(low, 3)))]
     tables = [
         run()
-    ]  # every sequence of a level goes on as one to three, each with a run of its own
+    ]  # every sequence of a level continues as one to three sequences, each with its own run
     for _ in range(draw(st.integers(1, 3))):
         tables = [t + run() for t in tables for _ in range(draw(st.integers(1, 3)))]
     tables = draw(st.permutations([t + run(low=1) for t in tables]))
@@ -36,7 +36,7 @@ def tries(draw):
 
 
 def cache(tables, lengths, dtype=torch.float64):
-    """Pages in a random order, NaN wherever no sequence has a token; the padded tables."""
+    """Pages in a random order, NaN in every slot without a token; the padded tables."""
     used = max(max(t) for t in tables) + 1
     place = torch.randperm(used + 2)
     pages = torch.full((2, used + 2, PAGE, KV_HEADS, DIM), float("nan"), dtype=dtype)
@@ -100,8 +100,8 @@ def test_packed_queries_of_unequal_number(trie, seed):
 @settings(max_examples=200)
 @given(tries(), st.integers(0, 400), st.integers(0, 40))
 def test_no_choice_of_groups_saves_more(trie, level_bytes, query_bytes):
-    """The plan's saving is the sum of its levels' and beats every other set of groups (by brute
-    force over all subsets of the trie); every level pays for itself.
+    """The plan's saving is the sum of its levels' savings and beats every other set of groups (by
+    brute force over all subsets of the trie); every level pays for itself.
     """
     tables, lengths = trie
     _, table, seqlens = cache(tables, lengths, torch.float32)
@@ -140,7 +140,7 @@ def saving(nodes, bits, batch, model):
 
 
 def three_levels():
-    """Six sequences: all share 2 pages, the even ones 3 more, two of those 1 more; interleaved."""
+    """Six sequences: all share 2 pages, the even ones 3 more, two of these 1 more; interleaved."""
     system, even, twins = [90, 91], [80, 81, 82], [70]
     own = [[10 * b + i for i in range(3)] for b in range(6)]
     middle = [even + twins, [], even, [], even + twins, []]
@@ -167,7 +167,7 @@ class TestPlan:
         assert plan.levels[1].rows.tolist() == [0, 2, 4]
 
     def test_a_level_left_out_is_read_by_the_next(self):
-        """With one level to give, the evens take the pages of everyone along."""
+        """With one level allowed, the even sequences also read the pages that all share."""
         plan = cascade.plan(self.padded, self.lengths, PAGE, FREE, max_levels=1)
         assert found(plan) == [[((0, 2, 4), 0, 5)]]
         assert plan.saved == 2 * 5 * 100 - 3 - 6  # three queries in the level, six of partials
@@ -192,7 +192,7 @@ class TestPlan:
         assert plan.levels[0].rows == slice(0, 8)
 
     @pytest.mark.parametrize("batch", [0, 1])
-    def test_nobody_to_share_with(self, batch):
+    def test_a_batch_without_shared_pages(self, batch):
         table = torch.zeros(batch, 3, dtype=torch.int32)
         assert cascade.plan(table, [5] * batch, PAGE, FREE).levels == ()
 
@@ -216,7 +216,7 @@ def prefixed(batch, shared_tokens, own_tokens=256, **changes):
 
 
 class TestModel:
-    """Calls in turn."""
+    """Calls one after the other."""
 
     @staticmethod
     def model():
@@ -237,8 +237,8 @@ class TestModel:
     def test_tiny_prefixes_are_not(self, batch, tokens):
         assert self.plan(batch, tokens).levels == ()
 
-    def test_one_stranger_does_not_add_a_level(self):
-        """63 sequences share 8k tokens, another only the first page: it is not worth a call."""
+    def test_one_unrelated_sequence_does_not_add_a_level(self):
+        """63 sequences share 8k tokens, another one only the first page: not worth a call."""
         table = torch.arange(64 * 528, dtype=torch.int32).view(64, 528)
         table[:63, :512] = table[0, :512]
         table[63, 0] = table[0, 0]
@@ -266,15 +266,15 @@ class TestModel:
         assert segments == 1 or 66 < segments * 8 * -(-batch // 32) <= 132
 
     @pytest.mark.parametrize("batch, tokens", [(64, 2048), (20, 16384), (16, 8192)])
-    def test_what_would_not_fill_half_of_them_is_left_whole(self, batch, tokens):
+    def test_runs_too_short_to_fill_half_the_processors_are_not_cut(self, batch, tokens):
         """Too few keys for segments of 512, or too few queries for a tile."""
         (level,) = self.plan(batch, tokens).levels
         assert level.segments == 1 and level.seqlens.tolist() == [tokens]
 
     @pytest.mark.parametrize("groups", [1, 2, 4])
     @pytest.mark.parametrize("batch", [26, 32, 33, 60, 64, 100, 130, 250])
-    def test_segments_are_for_the_kernel_that_does_not_split_keys(self, batch, groups):
-        """What is cut goes to hopper, in calls that are packed (several groups) or not."""
+    def test_segments_are_for_kernels_that_do_not_split_keys(self, batch, groups):
+        """Cut runs use hopper, in calls that are packed (several groups) or not."""
         members = batch // groups
         table = torch.arange(members * groups * 528, dtype=torch.int32).view(groups, members, 528)
         table[:, :, :512] = table[:, :1, :512].clone()
@@ -299,7 +299,7 @@ class TestModel:
 
     def test_segments_cost_what_they_move(self):
         """8 segments write the queries of 64 sequences and their fp32 results 8 times; 2 tiles of
-        queries are multiplied with every page, behind which reading it hides.
+        queries are multiplied with every page, which hides the time to read it.
         """
         plan = self.plan(64, 8192)
         model = self.model()
@@ -310,7 +310,7 @@ class TestModel:
         assert plan.saved == pytest.approx(saved - 64 * model.partial)
 
     def test_a_segment_too_many_is_not_taken_for_free(self):
-        """Where a further partial costs more than all the pages, nothing is shared."""
+        """Where one more partial state costs more than all the pages, nothing is shared."""
         model = FREE._replace(segment=10_000, occupancy=CUT)
         table = [[1, 2, 3, 4, 10 + b] for b in range(3)]
         assert cascade.plan(table, [17] * 3, PAGE, model._replace(segment=10)).levels
@@ -318,9 +318,9 @@ class TestModel:
 
 
 class TestTogether:
-    """A level beside the own parts: chosen by the model, done where kernels can."""
+    """A level concurrent with the own call: the model chooses it, kernels must support it."""
 
-    def test_both_parts_end_together(self):
+    def test_both_calls_end_at_the_same_time(self):
         """On an H200 (2026-11-16) 3 segments beside 80 programs took 55.5 us, 4 beside 64 49.9."""
         plan = prefixed(64, 8192)
         assert plan.together[:3] == (64, 64, 4) and plan.levels[0].segments == 4
@@ -330,7 +330,7 @@ class TestTogether:
         alone = prefixed(64, 8192, own_tokens=2048)  # more to read, as much to compute
         assert alone.together.own_programs > 80
 
-    def test_what_it_saves_is_what_it_is_predicted_to_take(self):
+    def test_the_saving_is_the_predicted_time(self):
         for shape in ((64, 8192), (64, 32768), (48, 4096)):
             both, turns = prefixed(*shape), prefixed(*shape, own_queries=0)
             assert turns.together is None and both.saved > turns.saved
@@ -340,12 +340,12 @@ class TestTogether:
             one = model.one_call(pages[0] + batch * pages[1], sum(pages))
             assert one - both.saved == pytest.approx(both.together.seconds)
 
-    def test_what_is_no_cascade_in_turn_is_none(self):
+    def test_no_cascade_in_turn_means_none_together(self):
         plan = prefixed(8, 2048, 64)
         assert plan.levels == () and plan.together is None and plan.saved == 0
 
-    def test_in_turn_where_it_cannot_be(self):
-        """Several levels or groups, queries that must be copied, packed ones, too many of them."""
+    def test_calls_run_in_turn_where_they_cannot_overlap(self):
+        """Several levels or groups, queries that must be copied, packed or too many queries."""
         model = TestModel.model()
         table = torch.arange(64 * 528, dtype=torch.int32).view(64, 528)
         table[:, :512] = table[0, :512]
@@ -363,11 +363,11 @@ class TestTogether:
         apart[5] += 100_000
         assert not isinstance(one(apart).levels[0].rows, slice) and one(apart).together is None
         first = table.clone()
-        first[0] += 100_000  # the others lie one after another
-        assert one(first).together is not None and one(first).levels[0].place is not None
+        first[0] += 100_000  # the other sequences are adjacent
+        assert one(first).together is not None and one(first).levels[0].row_index is not None
 
     @pytest.mark.parametrize("can", [True, False, None])
-    def test_calls_are_made_at_once_if_they_can_be(self, can):
+    def test_calls_run_at_once_where_supported(self, can):
         tables = [[1, 2, 3, 4, 10 + b] for b in range(5)]
         pages, table, seqlens = cache(tables, [17] * 5)
         model = FREE._replace(level=200.0, call=100.0, first=1.0, products=1.0)
@@ -394,7 +394,7 @@ class TestTogether:
 
 
 class TestServing:
-    """Whether hopper serves both calls is asked of dispatch, at every call."""
+    """Dispatch decides at every call whether hopper serves both calls."""
 
     @staticmethod
     def calls(seqlen_q=1, dim_v=128, level_programs=48, **options):
@@ -404,16 +404,16 @@ class TestServing:
         pages = torch.zeros(4, 16, 8, 128, **half), torch.zeros(4, 16, 8, dim_v, **half)
         q = torch.zeros(64, seqlen_q, 32, 128, **half)
         tables = lambda n, width: (torch.zeros(n, width).int(), torch.zeros(n).int())
-        own = cascade.Call((q, *pages, *tables(64, 20)), {**options, "causal": True})
+        own = cascade.AttendCall((q, *pages, *tables(64, 20)), {**options, "causal": True})
         rows = q.flatten(0, 1).expand(3, -1, -1, -1)
-        level = cascade.Call((rows, *pages, *tables(3, 171)), {**options, "causal": False})
-        return own.on_partition(80, second=False), level.on_partition(level_programs, second=True)
+        level = cascade.AttendCall((rows, *pages, *tables(3, 171)), {**options, "causal": False})
+        return own.beside(80, second=False), level.beside(level_programs, second=True)
 
     @staticmethod
     def serves(*calls):
-        """What would be, were nothing computed."""
-        return functional._can_run_at_once(
-            *[functional._prepare_pages(*call.args, **call.options) for call in calls]
+        """Whether both would be served, without computing anything."""
+        return functional._run_at_once(
+            *[functional._pose_pages(*call.args, **call.options) for call in calls]
         )
 
     @pytest.fixture(autouse=True)
@@ -421,12 +421,12 @@ class TestServing:
         pytest.importorskip("triton")
         monkeypatch.setattr(functional, "device_info", lambda _: DeviceInfo("cuda", "H200", (9, 0)))
 
-    def test_both(self):
+    def test_both_calls_are_served(self):
         assert self.serves(*self.calls()) and self.serves(*self.calls(softcap=20.0))
         assert self.serves(*self.calls(kernel="hopper"))
         own, level = self.calls()
         sinks = {"sinks": torch.zeros(32)}
-        assert self.serves(cascade.Call(own.args, {**own.options, **sinks}), level)
+        assert self.serves(cascade.AttendCall(own.args, {**own.options, **sinks}), level)
 
     @pytest.mark.parametrize(
         "changed",
@@ -438,12 +438,12 @@ class TestServing:
         ],
         ids=str,
     )
-    def test_not_both(self, changed):
+    def test_one_call_is_not_served(self, changed):
         assert not self.serves(*self.calls(**changed))
 
     @pytest.mark.parametrize("heads", [(32, 8), (16, 16), (64, 8), (24, 6), (32, 2)])
     @pytest.mark.parametrize("dim, page_size", [(64, 16), (128, 64), (256, 32)])
-    def test_what_is_planned_is_served(self, heads, dim, page_size):
+    def test_a_planned_level_is_served(self, heads, dim, page_size):
         """The model counts the level's tiles as the kernel does: one program for each."""
         num_heads, num_kv_heads = heads
         width, run, served = 9000 // page_size, 8192 // page_size, []
@@ -458,28 +458,30 @@ class TestServing:
             options, own = {"kernel": None}, plan.own(table.to("meta"), table[:, 0].to("meta"))
             calls = [cascade._own_call(plan, q, pages, own, options)]
             calls += [cascade._level_call(plan.levels[0], q[:, 0], pages, options)]
-            cascade._side_by_side(plan, calls, lambda *both: served.append(self.serves(*both)))
+            cascade._run_both(plan, calls, lambda *both: served.append(self.serves(*both)))
         assert served and all(served)
 
-    def test_not_what_must_be_deterministic(self):
+    def test_deterministic_calls_are_not_served_at_once(self):
         torch.use_deterministic_algorithms(True)
         try:
             assert not self.serves(*self.calls())
         finally:
             torch.use_deterministic_algorithms(False)
 
-    def test_not_elsewhere(self, monkeypatch):
+    def test_other_devices_do_not_serve_both(self, monkeypatch):
         monkeypatch.setattr(functional, "device_info", lambda _: DeviceInfo("cuda", "A100", (8, 0)))
         assert not self.serves(*self.calls())
 
-    def test_not_where_a_compiler_watches_nor_packed(self, monkeypatch):
+    def test_compiled_and_packed_calls_are_not_served_at_once(self, monkeypatch):
         own, level = self.calls()
-        packed = cascade.Call(own.args, {**own.options, "cu_seqlens_q": torch.arange(65).int()})
+        packed = cascade.AttendCall(
+            own.args, {**own.options, "cu_seqlens_q": torch.arange(65).int()}
+        )
         assert functional._attend_at_once(packed, level) is None
         monkeypatch.setattr(functional, "is_eager", lambda _: False)
         assert functional._attend_at_once(own, level) is None
 
-    def test_both_calls_are_made_in_their_order(self, monkeypatch):
+    def test_both_calls_are_made_in_order(self, monkeypatch):
         made = []
         answer = lambda question, x, kernel: (
             made.append((question.problem, kernel)) or (x.q, x.q, None)
@@ -493,7 +495,7 @@ class TestServing:
         ]
         assert functional._attend_at_once(*self.calls(kernel="triton")) is None and len(made) == 2
 
-    def test_not_the_other_way_round(self):
+    def test_swapped_calls_are_refused(self):
         own, level = self.calls()
         assert not self.serves(level, own)
 
@@ -503,7 +505,7 @@ MANY = FREE._replace(occupancy=CUT._replace(num_programs=64))  # every page is a
 
 
 class TestSegments:
-    """A run that is cut changes who computes, never what comes out."""
+    """Cutting a run changes the programs that compute, never the result."""
 
     @settings(max_examples=100)
     @given(tries(), st.integers(1, 60), st.integers(0, 4), st.integers(0, 2**20))
@@ -528,7 +530,7 @@ class TestSegments:
 
     def test_runs_of_different_lengths_are_cut_alike(self):
         """Pairs that share 5, 1 and 3 pages, one level: each has as many segments as the longest,
-        of pages as equal as can be, the last of them empty.
+        of equal numbers of pages as far as possible, and the last segments are empty.
         """
         runs = [[100, 101, 102, 103, 104], [110], [120, 121, 122]]
         tables = [runs[b // 2] + [b] for b in range(6)]
@@ -549,7 +551,7 @@ class TestSegments:
         want = onchip.paged_attention(q, *pages, table, seqlens, return_lse=True)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
-    def test_levels_are_cut_each_for_itself(self):
+    def test_each_level_is_cut_separately(self):
         tables = three_levels()
         pages, table, seqlens = cache(tables, [len(t) * PAGE - 1 for t in tables])
         plan = cascade.plan(table, seqlens, PAGE, FREE._replace(occupancy=CUT))
@@ -573,8 +575,8 @@ class TestSegments:
             want = onchip.paged_attention(q, *pages, table, seqlens + grown, return_lse=True)
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
-    def test_a_query_that_is_not_a_number_stays_alone(self):
-        """It has the first row of a level; sequences outside of that level take no part of it."""
+    def test_a_nan_query_does_not_spread(self):
+        """It is the first row of a level; sequences outside of that level must not read it."""
         tables = three_levels()
         pages, table, seqlens = cache(tables, [len(t) * PAGE - 1 for t in tables])
         plan = cascade.plan(table, seqlens, PAGE, FREE._replace(occupancy=CUT))
@@ -615,7 +617,7 @@ class TestRun:
         assert own.tolist() == [[3, 4], [5, 6]] and seqlens.tolist() == [5, 7]
         assert own.data_ptr() == table[:, 2:].data_ptr()
 
-    def test_a_merge_of_the_caller_is_used(self):
+    def test_a_merge_function_of_the_caller_is_used(self):
         used = []
 
         def merge(own, parts, out_dtype):
@@ -631,7 +633,7 @@ class TestRun:
     @pytest.mark.parametrize("segments", [1, 7])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     def test_accuracy_contract(self, dtype, segments):
-        """64 rows of one chunk over a shared prefix, judged by fp64: partials are not rounded."""
+        """64 rows of one chunk over a shared prefix, against fp64: partials are not rounded."""
         k, v = torch.randn(2, 1, 512, KV_HEADS, 64).to(dtype)
         q = torch.randn(1, 64, HEADS, 64).to(dtype)
         pages = tuple(x[0].unflatten(0, (-1, 16)) for x in (k, v))
@@ -672,7 +674,7 @@ class TestRun:
         for tables in ((moved, self.seqlens), (self.table, short)):
             with pytest.raises(ValueError, match="plan again when the batch changes"):
                 self.plan.own(*tables)
-        self.table[0, 0] += 1  # the very tensor that was planned
+        self.table[0, 0] += 1  # the tensor itself that was planned
         with pytest.raises(ValueError, match="sequence 0 must begin with the 6 pages"):
             self.plan.own(self.table, self.seqlens)
         with pytest.raises(ValueError, match="plan is on cpu, page_table on meta: plan.to"):
@@ -690,7 +692,7 @@ class TestRun:
 
     @pytest.mark.parametrize("place, name", [(0, "q"), (1, "k_pages"), (2, "v_pages")])
     @pytest.mark.parametrize("planned", [True, False])
-    def test_what_is_no_tensor_is_named(self, place, name, planned):
+    def test_an_argument_that_is_not_a_tensor_is_named(self, place, name, planned):
         args = [self.q, *self.pages]
         args[place] = None
         plan = self.plan if planned else None
@@ -716,7 +718,7 @@ def test_bad_tables_are_refused(match, args):
 
 @pytest.mark.gpu
 class TestOnTheGpu:
-    """The same calls on a device: nothing waits for it, and a graph follows growing sequences."""
+    """The same calls on a device: the host never waits, and a graph follows growing sequences."""
 
     def setup_method(self):
         torch.manual_seed(0)
@@ -792,12 +794,12 @@ class TestSegmentsOnTheGpu:
 
 @pytest.mark.hopper
 class TestTogetherOnTheGpu:
-    """A level that runs while the own parts do gives what one call gives, every time."""
+    """A level concurrent with the own call gives the result of one call, every time."""
 
     @staticmethod
     def case(own, shared=8192, seqlen_q=1, head_dim=128, first=0):
-        """(q, pages, tables, plan) of sequences with so many own tokens, before whose pages there
-        is room to grow; those before `first` share nothing.
+        """(q, pages, tables, plan) of sequences with so many own tokens, with space to grow;
+        sequences before `first` share nothing.
         """
         batch, run = len(own), shared // 16
         width = run + -(-max(own) // 16) + 4
@@ -831,7 +833,7 @@ class TestTogetherOnTheGpu:
         "three queries": {"own": [n + 3 for n in ODD[:20]], "seqlen_q": 3},
         "head_dim 64": {"own": ODD, "head_dim": 64},
         "head_dim 256": {"own": ODD, "head_dim": 256},
-        "a stranger first": {"own": ODD, "first": 1},
+        "an unrelated sequence first": {"own": ODD, "first": 1},
         "one tile": {"own": ODD[:27], "shared": 16384},
         "long": {"own": ODD, "shared": 32768},
     }
@@ -867,8 +869,8 @@ class TestTogetherOnTheGpu:
         assert int(changed) == 0
 
     def test_back_to_back_in_a_graph_with_queries_and_keys_made_just_before(self):
-        """20 calls without a gap, each over queries and a shared page that the launch before it
-        has written.
+        """20 calls without a gap, each over queries and a shared page that the preceding launch has
+        written.
         """
         torch.manual_seed(3)
         q, pages, tables, plan = self.case(self.ODD)
@@ -908,13 +910,13 @@ class TestTogetherOnTheGpu:
             graph.replay()
             self.assert_close(got, one())
 
-    def test_memory_that_the_own_part_still_uses_is_not_written(self):
-        """The scratch of the own part is free for the allocator once that is launched: the level's
-        results may get it.
+    def test_memory_in_use_by_the_own_call_is_not_written(self):
+        """The allocator may reuse the own call's scratch memory once it is launched: for the
+        level's results, for example.
         """
         torch.manual_seed(5)
         case = self.case([2000] * 64)
-        assert case[3].together.segments == 1  # there is so much to read that the level ends first
+        assert case[3].together.segments == 1  # so much to read that the level ends first
         together, one = self.calls(case)
         want = one()
         together(), together()

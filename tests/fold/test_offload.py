@@ -1,4 +1,4 @@
-"""Offload: keys that come in segments give what keys at hand give; only what is seen is read."""
+"""Offload: keys in segments give the result of keys in memory; only visible keys are read."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import torch
 
 import onchip
 from onchip.fold import offload
-from onchip.fold.offload import Cut, Offloaded
+from onchip.fold.offload import Offloaded, Segmentation
 from onchip.testing import assert_accurate
 
 HEADS, KV_HEADS, DIM, DIM_V = 6, 2, 16, 24
@@ -30,8 +30,8 @@ def tensors(seqlen_q, seqlen_k, batch=2):
 
 def streamed(q, k, v, tokens, **options):
     source = Offloaded(k, v)
-    room = tokens * source.token_bytes
-    return offload.run(onchip.attention, q, source, segment_bytes=room, **options)
+    segment_bytes = tokens * source.token_bytes
+    return offload.run(onchip.attention, q, source, segment_bytes=segment_bytes, **options)
 
 
 def check(seqlens, tokens, **options):
@@ -44,7 +44,7 @@ def check(seqlens, tokens, **options):
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("seqlens", [(1, 63), (7, 41), (29, 29), (40, 13), (5, 1)])
 @pytest.mark.parametrize("tokens", [1, 8, 13, 64])
-def test_any_cut_gives_the_whole(seqlens, tokens, mask):
+def test_any_segmentation_gives_the_result_of_one_call(seqlens, tokens, mask):
     check(seqlens, tokens, **mask)
 
 
@@ -61,7 +61,7 @@ def test_no_key_and_no_query(seqlens):
 
 
 class Watched(Offloaded):
-    """Records what is read, announced and let go, and poisons what is let go."""
+    """Records which segments are read, prefetched and released, and poisons released ones."""
 
     def __init__(self, k, v):
         super().__init__(k, v)
@@ -80,32 +80,32 @@ class Watched(Offloaded):
 
 
 def test_one_segment_is_alive_at_a_time():
-    """Poisoned as soon as it is released, and the next one announced before."""
+    """It is poisoned when it is released, and the next one is prefetched before."""
     q, k, v = tensors(3, 50)
     source, want = Watched(k.clone(), v.clone()), onchip.attention(q, k, v, causal=True)
-    room = 16 * source.token_bytes
-    out, _ = offload.run(onchip.attention, q, source, causal=True, segment_bytes=room)
+    segment_bytes = 16 * source.token_bytes
+    out, _ = offload.run(onchip.attention, q, source, causal=True, segment_bytes=segment_bytes)
     torch.testing.assert_close(out, want)
     assert source.read == source.released == [(0, 2), (2, 18), (18, 34), (34, 50)]
     assert source.announced == source.read[1:]
 
 
-def test_a_window_reads_only_what_it_sees():
+def test_a_window_reads_only_visible_keys():
     """NaN before the window is never read: 4 queries with 20 keys to the left."""
     q, k, v = tensors(4, 1000)
     k[:, : 1000 - 24] = v[:, : 1000 - 24] = float("nan")
     source = Watched(k, v)
     options = {"causal": True, "window_size": (20, None)}
-    room = 10 * source.token_bytes
+    segment_bytes = 10 * source.token_bytes
     want = onchip.attention(q, k[:, -24:].clone(), v[:, -24:].clone(), **options)
-    out, _ = offload.run(onchip.attention, q, source, segment_bytes=room, **options)
+    out, _ = offload.run(onchip.attention, q, source, segment_bytes=segment_bytes, **options)
     torch.testing.assert_close(out, want)
     assert source.read == [(976, 986), (986, 996), (996, 1000)]
 
 
 def test_the_diagonal_is_one_call():
     """Of a prefill chunk over a long context only the last call is masked."""
-    cut = Cut(64, 1000, 300, True, (None, None))
+    cut = Segmentation(64, 1000, 300, True, (None, None))
     options = [cut.options((0, 64), span) for span in cut.spans((0, 64))]
     free = {"causal": False, "window_size": (None, None)}
     assert options == [free] * 3 + [{"causal": True, "window_size": (None, None)}]
@@ -124,7 +124,7 @@ def test_partials_are_not_rounded():
 
 
 def test_mapped_tensors_are_sources(tmp_path):
-    """torch.from_file and numpy's memmap, as they are."""
+    """torch.from_file and numpy's memmap, unchanged."""
     numpy = pytest.importorskip("numpy")
     q, k, v = (x.float() for x in tensors(3, 41, batch=1))
     for name, x in (("k", k), ("v", v)):
@@ -177,7 +177,7 @@ class TestOnTheGpu:
     @pytest.mark.parametrize("pinned", [True, False])
     @pytest.mark.parametrize("mask", MASKS[:3], ids=str)
     def test_copies_overlap_and_agree(self, pinned, mask):
-        """Many short segments in two rooms: a copy that came early or late would show."""
+        """Many short segments in two buffers: a copy that is early or late would show."""
         q, k, v = (x.half() for x in tensors(33, 4099))
         if pinned:
             k, v = k.pin_memory(), v.pin_memory()
@@ -231,10 +231,10 @@ print(*((p - b) / 1024 for p, b in zip(peak, before)))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 @pytest.mark.parametrize("seqlen_q", [1, 16])
 def test_a_quarter_million_keys_on_disk(tmp_path, seqlen_q):
-    """1 GB of keys and values in a file, against fp64; under 512 MB beside it.
+    """1 GB of keys and values in a file, against fp64, with less than 512 MB of other memory.
 
-    ru_maxrss would not do: pages of the file that are mapped count as resident although the system
-    can take them back at any time. So anonymous and file-backed memory are sampled apart, and even
+    ru_maxrss does not measure this: mapped pages of the file count as resident although the system
+    can reclaim them at any time. So anonymous and file-backed memory are sampled separately. Even
     their sum stays below, because each segment is released after use.
     """
     code = LONG.format(path=str(tmp_path / "kv.safetensors"), seqlen_q=seqlen_q)
@@ -247,6 +247,6 @@ def test_a_quarter_million_keys_on_disk(tmp_path, seqlen_q):
 
     q, *result = torch.load(tmp_path / "kv.safetensors.pt")
     k, v = Spill(tmp_path / "kv.safetensors").segment(0, 1 << 18)
-    heads = slice(0, 4)  # one kv head: the fp64 oracle needs eight bytes where the file has two
+    heads = slice(0, 4)  # one kv head: the fp64 reference takes eight bytes where the file has two
     result = result[0][:, :, heads], result[1][:, heads]
     assert_accurate(result, q[:, :, heads], k[:, :, :1], v[:, :, :1], causal=True)

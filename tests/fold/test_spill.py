@@ -1,4 +1,4 @@
-"""Spill: a file gives back the bytes it was given, grows in place, and lies to nobody."""
+"""Spill: a file returns the bytes written to it, grows in place, and invalid files are refused."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def spill(tmp_path):
         yield spill
 
 
-def test_what_is_appended_is_read_back(spill):
+def test_appended_keys_are_read_back(spill):
     parts = pieces(1, 63, 0, 17)
     for part in parts:
         spill.append(*part)
@@ -34,7 +34,7 @@ def test_what_is_appended_is_read_back(spill):
         assert got.equal(torch.cat(want, 1))
 
 
-def test_strided_tensors_are_written_as_they_read(spill):
+def test_strided_tensors_are_written_correctly(spill):
     k, v = pieces(7)[0]
     turned = k.transpose(1, 2).contiguous().transpose(1, 2)
     spill.append(turned, v)
@@ -74,12 +74,12 @@ def test_a_released_segment_can_be_read_again(spill):
     assert spill.segment(0, 99)[0].equal(k)
 
 
-def test_the_room_of_a_file_is_what_was_written(tmp_path):
+def test_a_file_takes_the_space_that_was_written(tmp_path):
     """A terabyte of capacity costs nothing until it is used (on file systems with sparse files)."""
     spill = Spill.create(tmp_path / "kv", capacity=1 << 28, num_kv_heads=8, head_dim=128)
     blocks = (tmp_path / "kv").stat().st_blocks
     if blocks * 512 > 1 << 20:
-        pytest.skip("no sparse files here")
+        pytest.skip("no sparse files on this file system")
     spill.append(*torch.randn(2, 1, 5, 8, 128, dtype=torch.bfloat16))
     assert spill.segment(0, 5)[0].shape == (1, 5, 8, 128)
     assert (tmp_path / "kv").stat().st_blocks * 512 < 1 << 20
@@ -127,9 +127,9 @@ GOOD = {"k": tensor([1, 2, 2], [0, 16]), "v": tensor([1, 2, 2], [16, 32])}
     [
         ("header of 9999 in", GOOD, 9999),
         ("header of 0 in", b"", None),
-        ("no JSON$", b"{'k': 1}", None),
-        ("no JSON$", b"\xff\xfe\xfd", None),
-        ("no JSON object", [1, 2], None),
+        ("not JSON$", b"{'k': 1}", None),
+        ("not JSON$", b"\xff\xfe\xfd", None),
+        ("not a JSON object", [1, 2], None),
         ("'k' must be a tensor", {"v": GOOD["v"]}, None),
         ("'k' must be a tensor", {**GOOD, "k": 7}, None),
         ("'v' must be a tensor", {**GOOD, "v": tensor([1, 2, 2], [16, 32], "I64")}, None),
@@ -146,7 +146,7 @@ GOOD = {"k": tensor([1, 2, 2], [0, 16]), "v": tensor([1, 2, 2], [16, 32])}
         ("seqlen '-1' must be", {**GOOD, "__metadata__": {"seqlen": "-1"}}, None),
     ],
 )
-def test_a_header_that_is_not_true_is_refused(tmp_path, match, header, length):
+def test_a_header_that_contradicts_the_file_is_refused(tmp_path, match, header, length):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     text = text.ljust(-(-len(text) // 8) * 8) if text.startswith(b'{"') else text
     with pytest.raises(ValueError, match=match):
@@ -178,11 +178,11 @@ class TestErrors:
                 spill.append(*bad)
         assert spill.seqlen == 0
 
-    def test_reading_is_not_writing(self, spill):
+    def test_appending_needs_append_mode(self, spill):
         with pytest.raises(ValueError, match="open for reading"):
             Spill(spill.path).append(*pieces(1)[0])
 
-    def test_nothing_is_overwritten(self, spill):
+    def test_an_existing_file_is_not_overwritten(self, spill):
         with pytest.raises(FileExistsError):
             Spill.create(spill.path, capacity=1, **SHAPE)
 
@@ -194,7 +194,7 @@ class TestErrors:
         assert not (tmp_path / "kv").exists()
 
 
-def test_a_new_file_is_for_its_owner_alone(tmp_path):
+def test_only_the_owner_can_read_a_new_file(tmp_path):
     before = os.umask(0)
     try:
         Spill.create(tmp_path / "kv", capacity=4, **SHAPE).close()
@@ -203,7 +203,7 @@ def test_a_new_file_is_for_its_owner_alone(tmp_path):
     assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o600
 
 
-def test_no_file_but_a_regular_one_is_opened(tmp_path):
+def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(ValueError, match="is not a regular file"):
         Spill(tmp_path / "fifo")
@@ -213,5 +213,5 @@ def test_tensors_that_overlap_are_refused(tmp_path):
     header = {"k": tensor([3, 2, 2], [0, 48]), "v": tensor([3, 2, 2], [44, 92])}
     with pytest.raises(ValueError, match="overlap"):
         Spill(foreign(tmp_path / "f", json.dumps(header).encode().ljust(160), bytes(96)))
-    with pytest.raises(ValueError, match="no JSON"):
+    with pytest.raises(ValueError, match="not JSON"):
         Spill(foreign(tmp_path / "deep", b'{"k":' + b"[" * 9000 + b"]" * 9000 + b"}"))

@@ -6,10 +6,10 @@ from functools import cache
 
 import torch
 
-from tests.models import foreigners
-from tests.models.foreigners import quiet
+from tests.models import foreign_models
+from tests.models.foreign_models import quiet
 
-_SMALL = foreigners._SMALL
+_SMALL = foreign_models._SMALL
 _SLIDING = {"sliding_window": 7}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], **_SLIDING}
@@ -67,7 +67,7 @@ DECODERS = {
         "q_lora_rank": 24,
         "sliding_window": 8,
     },
-    **foreigners.SERVED,
+    **foreign_models.SERVED,
 }
 # Models that are not decoders of text.
 OTHERS = {
@@ -102,14 +102,14 @@ def model(kind):
 
     quiet()
     if kind in DECODERS:
-        return foreigners.build(config(kind))
+        return foreign_models.build(config(kind))
     made = transformers.CONFIG_MAPPING[kind](**OTHERS[kind])
     name = _CLASSES[kind]
     build = getattr(transformers, name)
     build = build.from_config if name.startswith("Auto") else build._from_config
     with torch.device("cpu"):
         one = build(made, attn_implementation="eager").eval()
-    return foreigners.randomise(one)
+    return foreign_models.randomise(one)
 
 
 @torch.no_grad()

@@ -68,14 +68,14 @@ def verdict(modules):
     """(verdict, reason) of the models that are defined in modules."""
     from transformers import PreTrainedModel
 
-    from onchip.models import served
+    from onchip.models import interface_check
 
     reasons, looks_up = {}, False
     for kind in [kind for module in modules for kind in _models(module, PreTrainedModel)]:
-        reason = served.reason(kind, "onchip", PreTrainedModel)
+        reason = interface_check.reason(kind, "onchip", PreTrainedModel)
         if reason is not None:
             reasons.setdefault(reason.partition(":")[0], []).append(f"`{kind.__name__}`")
-        elif any(map(served.looks_up, served.classes_of(kind, PreTrainedModel))):
+        elif any(map(interface_check.looks_up, interface_check.classes_of(kind, PreTrainedModel))):
             looks_up = True
     if not reasons:
         return ("supported" if looks_up else "inner models"), ""

@@ -136,7 +136,7 @@ def continuous_batching(device):
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     from tests.integrations import families
-    from tests.models.foreigners import greedy
+    from tests.models.foreign_models import greedy
 
     one = copy.deepcopy(families.model("mistral"))
     one.set_attn_implementation("eager")

@@ -11,7 +11,7 @@ import torch
 
 import onchip
 from onchip.integrations import transformers as adapter
-from onchip.masks import later
+from onchip.masks import deferred
 from onchip.models import interface
 from tests.integrations import families
 from tests.integrations.families import DECODERS, OTHERS, padding
@@ -304,14 +304,14 @@ class TestStructure:
         built = []
         spy = lambda *args: built.append(1) or onchip.masks.build(*args)
         gc.collect()
-        before = len(later._built)
-        monkeypatch.setattr(later, "build", spy)
+        before = len(deferred._built)
+        monkeypatch.setattr(deferred, "build", spy)
         with torch.no_grad():
             one = as_name(families.model("llama"), "onchip")
             one(words, attention_mask=padding(BATCH, TOKENS, "left"))
         assert len(built) == 1
         gc.collect()
-        assert len(later._built) == before
+        assert len(deferred._built) == before
 
     def test_padding_with_gaps_is_evaluated_cell_by_cell(self, words):
         seen = padding(BATCH, TOKENS, "right")
@@ -443,7 +443,7 @@ class TestGraphs:
         seen[1, 4:9] = 0
         torch._dynamo.reset()
         compiled = torch.compile(self.shallow(), backend="eager", fullgraph=True)
-        with torch.no_grad(), pytest.raises(ValueError, match="no interval"):
+        with torch.no_grad(), pytest.raises(ValueError, match="not an interval"):
             compiled(words, attention_mask=seen)
 
     def shallow(self):
@@ -474,7 +474,7 @@ class TestRefusals:
     def test_keywords_that_change_scores(self):
         q = torch.randn(1, 2, 9, 8)
         for name in ("indices", "score_mod", "head_mask", "block_table"):
-            with pytest.raises(onchip.UnsupportedError, match=f"given {name}"):
+            with pytest.raises(onchip.UnsupportedError, match=f"got {name}"):
                 adapter.attend(torch.nn.Module(), q, q, q, None, **{name: torch.ones(1)})
 
     def test_a_mask_that_a_model_changed(self):

@@ -179,11 +179,11 @@ def _refuses(kind):
     """Whether a model, or one that it builds with the same config, refuses onchip's name."""
     from transformers import PreTrainedModel
 
-    from onchip.models import served
+    from onchip.models import interface_check
 
-    if served.reason(kind, NAMES["sdpa"], PreTrainedModel):
+    if interface_check.reason(kind, NAMES["sdpa"], PreTrainedModel):
         return True
-    built = [k for k in served.named_in(kind, "__init__") if isinstance(k, type)]
+    built = [k for k in interface_check.named_in(kind, "__init__") if isinstance(k, type)]
     return any(_refuses(k) for k in built if issubclass(k, PreTrainedModel) and k != kind)
 
 

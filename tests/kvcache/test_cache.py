@@ -1,11 +1,11 @@
-"""KVCache: attention through it is attention over the tokens, whatever is shared or copied."""
+"""KVCache: attention through the cache equals dense attention, whatever is shared or copied."""
 
 import pytest
 import torch
 
 import onchip
-from onchip.kvcache import KVCache, NoRoom, Shape, Spec
-from onchip.kvcache import batch as batches
+from onchip.kvcache import BatchShape, KVCache, NoRoom, Spec
+from onchip.kvcache import paged_batch as batches
 from onchip.quant.kv8 import dequantise, quantise
 
 HEADS, KV_HEADS, DIM, DIM_V, LAYERS, VOCAB = 4, 2, 8, 6, 2, 50
@@ -15,13 +15,13 @@ KV_DTYPES = [None, "fp8", "int8"]
 def make(num_pages=40, page_size=4, kv_dtype=None, **options):
     spec = Spec(LAYERS, KV_HEADS, DIM, DIM_V, page_size, torch.float64).stored_as(kv_dtype)
     cache = KVCache(spec, num_pages, **options)
-    for t in cache.pages.tensors:  # a slot that nobody wrote must not be read
+    for t in cache.pages.tensors:  # a slot that was never written must not be read
         t.copy_(torch.full(t.shape, float("nan")) if t.is_floating_point() else torch.tensor(127))
     return cache
 
 
 class Toy:
-    """Attention layers over embeddings of (token, position, layer): a prefix decides its keys."""
+    """Attention over embeddings of (token, position, layer), so a prefix determines its keys."""
 
     def __init__(self, cache):
         self.cache = cache
@@ -67,7 +67,7 @@ class Toy:
         return torch.stack(outs)
 
     def stored(self, x):
-        """x as the cache keeps it."""
+        """x as the cache stores it."""
         form = self.cache.spec.kv_dtype
         return x if form is None else dequantise(*quantise(x, form), x.dtype)
 
@@ -111,7 +111,7 @@ def test_prefill_forks_decode_and_rollback_equal_dense_attention(page_size, kv_d
 
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 15])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_a_hit_is_attended_to(length, kv_dtype):
+def test_a_prefix_hit_is_attended_to(length, kv_dtype):
     """MinivLLM #98: a hit was accepted, then prefill ignored the cached keys. nano-vllm #144: a
     prompt of whole pages.
     """
@@ -129,7 +129,7 @@ def test_a_hit_is_attended_to(length, kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_a_copied_start_of_a_page_belongs_to_the_copier(kv_dtype):
+def test_a_copied_partial_page_belongs_to_the_new_sequence(kv_dtype):
     cache = make(kv_dtype=kv_dtype)
     toy = Toy(cache)
     first = start(cache, tokens(10))
@@ -142,8 +142,8 @@ def test_a_copied_start_of_a_page_belongs_to_the_copier(kv_dtype):
     toy.check([first, second])
 
 
-def test_preempted_and_found_again():
-    """nano-vllm #211, #233: lengths taken before the hit gave slots that were not there."""
+def test_a_preempted_sequence_hits_its_own_prefix():
+    """nano-vllm #211, #233: lengths taken before the hit gave slots that did not exist."""
     cache = make(12)
     toy = Toy(cache)
     prompt = tokens(14)
@@ -158,8 +158,8 @@ def test_preempted_and_found_again():
     toy.check([again])
 
 
-def test_cancelled_before_it_was_computed_leaves_nothing_to_find():
-    """ROCm/ATOM #902: what was reserved is not what was written."""
+def test_a_sequence_cancelled_before_commit_publishes_nothing():
+    """ROCm/ATOM #902: reserved slots are not written slots."""
     cache = make()
     sequence = start(cache, tokens(11))
     cache.free(sequence)
@@ -176,7 +176,7 @@ def test_salts_share_nothing_and_one_salt_does():
     assert cache.open(tokens(9)).hit_tokens == 0
 
 
-def test_reuse_can_be_off():
+def test_prefix_reuse_can_be_off():
     cache = make(prefix_reuse=False)
     first = start(cache, tokens(9))
     Toy(cache).check([first])
@@ -201,7 +201,7 @@ def test_cached_pages_count_as_free_until_they_are_hit():
     cache.check()
 
 
-def test_a_copy_that_finds_no_page_is_not_made():
+def test_a_partial_page_is_not_copied_without_a_free_page():
     cache = make(4)
     first = start(cache, tokens(12))
     Toy(cache).check([first])
@@ -234,7 +234,7 @@ def test_empty_prompts_and_batches_are_served():
     Toy(cache).check([empty])
 
 
-def test_rows_run_out_as_an_answer():
+def test_no_free_row_returns_no_room():
     cache = make(max_seqs=2)
     a, _ = start(cache, tokens(3)), cache.open()
     Toy(cache).check([a])
@@ -244,7 +244,7 @@ def test_rows_run_out_as_an_answer():
     assert not isinstance(cache.open(), NoRoom)
 
 
-def test_the_view_is_int32_aligned_and_never_looks_past_the_pages():
+def test_the_view_is_int32_aligned_and_never_reads_behind_the_pages():
     cache = make(40, 4, max_seqlen=100)
     a, b = start(cache, tokens(9)), start(cache, tokens(2, seed=1))
     batch = cache.view([b, a])
@@ -259,7 +259,7 @@ def test_a_static_batch_is_refilled_in_place():
     cache = make()
     toy = Toy(cache)
     a, b = start(cache, tokens(9)), start(cache, tokens(2, seed=1))
-    static = cache.static_batch(Shape(num_seqs=3, num_tokens=12, max_pages=5, max_seqlen_q=9))
+    static = cache.static_batch(BatchShape(num_seqs=3, num_tokens=12, max_pages=5, max_seqlen_q=9))
     where = static.buffer.data_ptr()
     assert cache.view([a, b], out=static) is static and static.buffer.data_ptr() == where
     exact = cache.view([a, b])
@@ -276,19 +276,19 @@ def test_a_static_batch_is_refilled_in_place():
         cache.view([a, b], out=static)
 
 
-@pytest.mark.parametrize("sent_whole", [1, 2, 256])
-def test_static_batches_share_a_table_and_are_sent_what_they_use(monkeypatch, sent_whole):
-    """A narrow table is one piece of memory; of a wide one the columns in use reach their places,
-    and past the pages of a sequence anything may stand.
+@pytest.mark.parametrize("full_copy_pages", [1, 2, 256])
+def test_static_batches_share_a_table_and_copy_the_columns_in_use(monkeypatch, full_copy_pages):
+    """A narrow table is copied in one piece, of a wide one only the columns in use. Entries behind
+    the pages of a sequence are arbitrary.
     """
-    monkeypatch.setattr(batches, "SENT_WHOLE", sent_whole)
+    monkeypatch.setattr(batches, "FULL_COPY_PAGES", full_copy_pages)
     cache = make()
     toy = Toy(cache)
     a, b = start(cache, tokens(9)), start(cache, tokens(2, seed=1))
     table = cache.static_table()
     assert table.shape == cache.host_table.pages.shape
     table.fill_(-7)
-    shapes = [Shape(3, 12, table.shape[1], 9), Shape(2, 11, table.shape[1], 9, 2)]
+    shapes = [BatchShape(3, 12, table.shape[1], 9), BatchShape(2, 11, table.shape[1], 9, 2)]
     for static in [cache.static_batch(shape, table) for shape in shapes]:
         assert static.shape in shapes and static.page_table.data_ptr() == table.data_ptr()
         cache.view([a, b], out=static)
@@ -297,13 +297,13 @@ def test_static_batches_share_a_table_and_are_sent_what_they_use(monkeypatch, se
             assert static.page_table[row, : len(pages)].tolist() == list(pages)
         assert static.cache_seqlens[:2].tolist() == [9, 2]
         assert static.cu_seqlens_q[:3].tolist() == [0, 9, 11]
-        untouched = static.page_table[:2, max(3, sent_whole) :]
+        untouched = static.page_table[:2, max(3, full_copy_pages) :]
         assert (untouched == -7).all()
     assert (table[2:] == -7).all()
     toy.check([a, b])
 
 
-def test_a_transposed_key_is_written_as_it_reads():
+def test_a_transposed_key_is_written_correctly():
     cache = make()
     sequence = start(cache, tokens(5))
     k, v = torch.randn(KV_HEADS, DIM, 5).double(), torch.randn(KV_HEADS, DIM_V, 5).double()
@@ -314,7 +314,7 @@ def test_a_transposed_key_is_written_as_it_reads():
 
 
 def test_bytes_of_pages():
-    """A key of 128 and its scale are 132 bytes where 16 bits take 256."""
+    """A key of 128 in 8 bits takes 132 bytes with its scale, in 16 bits 256."""
     spec = Spec(3, 2, 128, page_size=16, dtype=torch.bfloat16)
     assert spec.page_bytes == 3 * 16 * 2 * 2 * 256
     for name in KV_DTYPES[1:]:
@@ -327,7 +327,7 @@ def test_bytes_of_pages():
         Spec(3, 2, 128, kv_dtype=torch.float16)
 
 
-def test_a_cache_of_8_bits_takes_the_dtype_of_the_model():
+def test_a_quantised_cache_takes_the_dtype_of_the_model():
     cache = make(kv_dtype="int8")
     slots = cache.view([start(cache, tokens(2))]).slot_mapping
     small = torch.zeros(2, KV_HEADS, DIM, dtype=torch.int8)
@@ -347,7 +347,7 @@ def test_slots_of_minus_one_write_nothing():
 
 
 def refused(cache, match, call, *args, **options):
-    """One clear error, and nothing has changed."""
+    """The call raises one clear error and changes nothing."""
     pool = cache.pool
     before = [list(a) for a in (pool._refs, pool._blank, cache.host_table.free_rows)]
     with pytest.raises(ValueError, match=match):
@@ -375,8 +375,8 @@ def test_misuse_is_refused_and_changes_nothing():
     refused(cache, "token ids must be integers", cache.append, sequence, ["a"])
 
 
-def test_what_can_never_fit_is_refused_at_the_door():
-    """vllm #39734, #40302: admitted, it waits for ever or stops the engine."""
+def test_a_request_that_can_never_fit_is_refused_at_once():
+    """vllm #39734, #40302: an admitted one waited for ever or stopped the engine."""
     cache = make(max_seqlen=20)
     sequence = start(cache, tokens(6))
     refused(cache, "21 tokens exceed the cache's max_seqlen=20", cache.open, tokens(21))
@@ -426,40 +426,40 @@ def test_bytes_of_a_page():
         KVCache(Spec(1, 1, 1, page_size=256), 2**23)
 
 
-def test_ids_may_be_told_after_their_slots():
-    """A token that is still being drawn has its slot: the page is found when the id is known."""
+def test_ids_may_be_appended_after_their_slots():
+    """A token that is still being sampled has its slot; the page is found when the id is known."""
     cache = make()
     one = cache.open()
     cache.append(one, [1, 2, 3])
     cache.commit(one)
     for token in (4, 5, 6):
         assert cache.reserve_each([one]) is None
-        cache.commit(one)  # written, by one who knows the token
+        cache.commit(one)  # written by the step that sampled the token
         assert cache.open([1, 2, 3, 4, 5, 6, 9]).hit_tokens == min(one.length, 6) - 1
-        cache.tell(one, [token])
+        cache.append_tokens(one, [token])
     cache.free(one)
     assert cache.open([1, 2, 3, 4, 5, 6, 9]).hit_tokens == 6
     cache.check()
 
 
-def test_no_more_ids_than_slots():
+def test_ids_cannot_exceed_the_reserved_slots():
     cache = make()
     one = cache.open()
     cache.append(one, [1, 2])
     cache.reserve(one, 2)
-    refused(cache, "3 ids for 2 reserved tokens", cache.tell, one, [3, 4, 5])
-    cache.tell(one, [3])
+    refused(cache, "3 ids for 2 reserved tokens", cache.append_tokens, one, [3, 4, 5])
+    cache.append_tokens(one, [3])
     assert one.tokens == [1, 2, 3] and one.length == 4
 
 
-def test_words_of_the_caller_travel_with_a_batch():
+def test_numbers_of_the_caller_are_copied_with_a_batch():
     cache = make()
     sequences = [cache.open(), cache.open()]
     cache.append_all(sequences, [[1, 2, 3], [4]])
     words = torch.tensor([7, -8, 9], dtype=torch.int32)
     assert cache.view(sequences, extra=words).extra.tolist() == [7, -8, 9]
     assert cache.view(sequences).extra.tolist() == []
-    static = cache.static_batch(Shape(4, 6, 10, 3, 5))
+    static = cache.static_batch(BatchShape(4, 6, 10, 3, 5))
     assert cache.view(sequences, out=static, extra=words).extra.tolist() == [7, -8, 9, 0, 0]
     with pytest.raises(ValueError, match="num_extra=2, these sequences need 3"):
-        cache.view(sequences, out=cache.static_batch(Shape(4, 6, 10, 3, 2)), extra=words)
+        cache.view(sequences, out=cache.static_batch(BatchShape(4, 6, 10, 3, 2)), extra=words)

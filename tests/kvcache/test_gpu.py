@@ -1,5 +1,5 @@
-"""On a GPU: bytes come back, and copies run beside the computation. Their speed is a matter of
-`onchip bench paged --only swap`.
+"""On a GPU: bytes survive a round trip, and copies overlap with computation. `onchip bench paged
+--only swap` measures their speed.
 """
 
 from itertools import pairwise
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import onchip
-from onchip.kvcache import HostTier, KVCache, Shape, Spec
-from onchip.kvcache.host import Place
+from onchip.kvcache import BatchShape, HostTier, KVCache, Spec
+from onchip.kvcache.swap import SwapStatus
 from onchip.quant.kv8 import quantise
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ def make(num_pages=64, page_size=16, num_layers=3, **options):
 
 
 def step(cache, sequences):
-    """Random keys and values for what is not computed: (k, v) per sequence, (layers, new, ...)."""
+    """Random keys and values for tokens not computed: (k, v) per sequence, (layers, new, ...)."""
     batch, spec = cache.view(sequences), cache.spec
     shape = (spec.num_layers, len(batch.slot_mapping), KV_HEADS, DIM)
     k, v = (torch.randn(shape, dtype=spec.dtype, device="cuda") for _ in range(2))
@@ -71,8 +71,8 @@ def test_bytes_written_are_bytes_read_through_forks_and_copies(page_size):
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
-def test_pages_of_8_bits_are_written_copied_and_swapped_with_their_scales(kv_dtype):
-    """As on the CPU, number by number."""
+def test_quantised_pages_are_written_copied_and_swapped_with_their_scales(kv_dtype):
+    """Bit for bit as on the CPU."""
     spec = Spec(3, KV_HEADS, DIM, device="cuda").stored_as(kv_dtype)
     cache = KVCache(spec, 64)
     tier = HostTier(cache, 32)
@@ -82,11 +82,11 @@ def test_pages_of_8_bits_are_written_copied_and_swapped_with_their_scales(kv_dty
     assert cache.append(child, [2]) is None
     (new,) = step(cache, [child])
     wrote = [torch.cat(x, 1) for x in zip(wrote, new, strict=True)]
-    family = tier.swap_out([parent, child])
+    group = tier.swap_out([parent, child])
     tier.synchronize()
     for t in cache.pages.tensors:
         t.zero_()
-    assert tier.swap_in(family) is None
+    assert tier.swap_in(group) is None
     pages = torch.tensor(cache.resident(child).pages, device="cuda")
     held = cache.pages
     for stored, scales, x in zip(
@@ -109,7 +109,7 @@ def test_padding_writes_nothing():
     assert cache.pages.k[:, 2:].isnan().all()
 
 
-def test_values_are_checked_where_asked():
+def test_slots_are_checked_when_checks_are_on():
     cache = make()
     start(cache, 3)
     slots = torch.full((1,), 999_999, dtype=torch.int32, device="cuda")
@@ -123,7 +123,7 @@ def test_a_graph_is_replayed_over_a_static_batch():
     cache = make()
     sequences = [start(cache, n, first) for n, first in ((37, 0), (5, 100), (64, 200))]
     step(cache, sequences)
-    static = cache.static_batch(Shape(num_seqs=4, num_tokens=4, max_pages=8, max_seqlen_q=1))
+    static = cache.static_batch(BatchShape(num_seqs=4, num_tokens=4, max_pages=8, max_seqlen_q=1))
     q, k, v = (
         torch.randn(4, heads, DIM, dtype=torch.bfloat16, device="cuda")
         for heads in (HEADS, KV_HEADS, KV_HEADS)
@@ -160,7 +160,7 @@ def test_a_graph_is_replayed_over_a_static_batch():
             onchip.testing.assert_accurate(out[None, rows].clone(), q[None, rows], keys, values)
 
 
-def test_a_family_comes_back_while_the_device_computes():
+def test_a_group_is_swapped_in_while_the_device_computes():
     cache = make(num_pages=40)
     tier = HostTier(cache, 30, chunk_pages=4)
     a = start(cache, 150)
@@ -171,14 +171,16 @@ def test_a_family_comes_back_while_the_device_computes():
     cache.prefix.clear()
     expected = [[t.clone() for t in read(cache, s)] for s in (a, b)]
     busy(20)
-    family = tier.swap_out([a, b])
-    assert family.place is Place.LEAVING, "the copy waits for what is queued, the host does not"
+    group = tier.swap_out([a, b])
+    assert group.status is SwapStatus.SWAPPING_OUT, (
+        "the copy waits for queued work, the host does not"
+    )
     tier.synchronize()
-    assert family.place is Place.AWAY and cache.pool.num_free == cache.pool.capacity
+    assert group.status is SwapStatus.SWAPPED_OUT and cache.pool.num_free == cache.pool.capacity
     cache.pages.k.fill_(float("nan"))
     cache.pages.v.fill_(float("nan"))
     busy(20)
-    assert tier.swap_in(family) is None
+    assert tier.swap_in(group) is None
     for sequence, data in zip((a, b), expected, strict=True):
         cache.resident(sequence)
         same(read(cache, sequence), data)
@@ -188,7 +190,7 @@ def test_a_family_comes_back_while_the_device_computes():
 
 
 def busy(milliseconds):
-    """Work on the current stream, about 1 ms each."""
+    """Work on the current stream, about 1 ms per iteration."""
     x = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
     for _ in range(milliseconds * 4):
         x @ x

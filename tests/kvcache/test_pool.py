@@ -1,4 +1,4 @@
-"""The pool: every page is null, free or held; forks share; who writes a page holds it alone."""
+"""The pool: every page is null, free or held; forks share pages; a written page has one holder."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def state(pool):
 
 
 def refused(pool, match, call, *args):
-    """One clear error, and nothing has changed."""
+    """The call raises one clear error and changes nothing."""
     before = state(pool)
     with pytest.raises(ValueError, match=match):
         call(*args)
@@ -19,7 +19,7 @@ def refused(pool, match, call, *args):
     pool.check()
 
 
-def test_pages_come_in_order_and_the_null_page_never():
+def test_pages_are_taken_in_order_and_never_the_null_page():
     pool = Pool(8, 4)
     table = pool.alloc(5)
     assert table.pages == (1, 2) and table.length == 5 and len(table) == 2
@@ -29,7 +29,7 @@ def test_pages_come_in_order_and_the_null_page_never():
     pool.check()
 
 
-def test_what_was_freed_last_is_handed_out_first():
+def test_the_page_freed_last_is_taken_first():
     pool = Pool(8, 4)
     a, b = pool.alloc(8), pool.alloc(8)
     pool.free(a)
@@ -37,7 +37,7 @@ def test_what_was_freed_last_is_handed_out_first():
     assert pool.alloc(16).pages == (3, 4, 1, 2)
 
 
-def test_writer_of_a_shared_page_copies_and_the_last_holder_stays():
+def test_a_write_copies_a_shared_page_except_for_the_last_holder():
     pool = Pool(8, 4)
     parent = pool.alloc(6)
     child = pool.fork(parent)
@@ -50,20 +50,20 @@ def test_writer_of_a_shared_page_copies_and_the_last_holder_stays():
     pool.check()
 
 
-def test_a_full_last_page_is_not_written_so_not_copied():
+def test_a_full_last_page_is_not_copied():
     pool = Pool(8, 4)
     parent = pool.alloc(4)
     child = pool.fork(parent)
     assert pool.extend(child, 1) == [] and child.pages == (1, 2)
 
 
-def test_growth_by_nothing_copies_nothing():
+def test_extending_by_no_token_copies_nothing():
     pool = Pool(8, 4)
     child = pool.fork(pool.alloc(3))
     assert pool.extend(child, 0) == [] and child.pages == (1,)
 
 
-def test_write_intent_copies_each_shared_page_it_touches():
+def test_write_copies_each_shared_page_it_touches():
     pool = Pool(12, 4)
     parent = pool.alloc(14)
     child = pool.fork(parent)
@@ -74,7 +74,7 @@ def test_write_intent_copies_each_shared_page_it_touches():
     pool.check()
 
 
-def test_truncate_gives_pages_back_and_keeps_a_page_that_is_cut():
+def test_truncate_releases_pages_and_keeps_a_partial_page():
     pool = Pool(8, 4)
     table = pool.alloc(13)
     pool.truncate(table, 5)
@@ -84,8 +84,8 @@ def test_truncate_gives_pages_back_and_keeps_a_page_that_is_cut():
     pool.check()
 
 
-def test_rolled_back_fork_leaves_its_parent_alone():
-    """Speculation: the draft's pages go, the shared page is written by one alone."""
+def test_a_rolled_back_fork_does_not_change_its_parent():
+    """Speculation: the draft's pages are released, and the shared page has one writer."""
     pool = Pool(12, 4)
     table = pool.alloc(6)
     draft = pool.fork(table)
@@ -97,7 +97,7 @@ def test_rolled_back_fork_leaves_its_parent_alone():
     pool.check()
 
 
-def test_exhaustion_is_an_answer():
+def test_exhaustion_returns_no_room():
     """nano-vllm #274: decoding into a full pool stopped at an assert."""
     pool = Pool(6, 4)
     table, other = pool.alloc(8), pool.alloc(8)
@@ -109,7 +109,7 @@ def test_exhaustion_is_an_answer():
     assert pool.extend(table, 5) == [] and table.length == 13
 
 
-def test_a_copy_needs_a_page_too():
+def test_a_copy_on_write_needs_a_free_page():
     pool = Pool(3, 4)
     parent = pool.alloc(5)
     child = pool.fork(parent)
@@ -121,8 +121,8 @@ def test_a_copy_needs_a_page_too():
     assert pool.extend(child, 1) == [], "the last holder writes in place"
 
 
-def test_many_grow_together_or_not_at_all():
-    """transformers' fork_blocks counted references up, then gave up half way."""
+def test_many_tables_extend_together_or_not_at_all():
+    """transformers' fork_blocks incremented references, then stopped half way."""
     pool = Pool(7, 4)
     a = pool.alloc(6)
     b, c = pool.fork(a), pool.fork(a)
@@ -134,9 +134,9 @@ def test_many_grow_together_or_not_at_all():
     pool.check()
 
 
-def test_growth_by_one_token_each_is_growth():
-    """A table within a page, at its end, with a shared page, with a page that caches: as `extend`
-    does it, one after the other.
+def test_extend_each_equals_extend():
+    """A table within a page, at a page end, with a shared page, with a cached page: `extend_each`
+    gives the same as one `extend` after the other.
     """
     pools = []
     for _ in range(2):
@@ -144,7 +144,7 @@ def test_growth_by_one_token_each_is_growth():
         within, at_end, shared, cached = (pool.alloc(n) for n in (5, 8, 6, 3))
         fork = pool.fork(shared)
         pool.truncate(cached, 2)
-        pool.keep(cached[0], 3)
+        pool.mark_cached(cached[0], 3)
         pools.append((pool, [within, at_end, shared, fork, cached]))
     (one, tables), (other, others) = pools
     moved, copies = one.extend_each(tables)
@@ -155,12 +155,12 @@ def test_growth_by_one_token_each_is_growth():
     one.check()
 
 
-def test_growth_by_one_token_each_is_for_all_or_none():
+def test_extend_each_is_all_or_none():
     pool = Pool(4, 4)
     within, full, also = pool.alloc(2), pool.alloc(4), pool.alloc(4)
     before = state(pool)
     assert pool.extend_each([within, full]) == NoRoom(1, 0) and state(pool) == before
-    refused(pool, "none may be there twice", pool.extend_each, [within, within])
+    refused(pool, "no table may occur twice", pool.extend_each, [within, within])
     pool.free(also)
     refused(pool, "freed already", pool.extend_each, [within, also])
     assert pool.extend_each([within, full]) == ([1], []) and pool.num_free == 0
@@ -168,7 +168,7 @@ def test_growth_by_one_token_each_is_for_all_or_none():
     pool.check()
 
 
-def test_pages_that_sharing_saves():
+def test_num_shared_counts_the_pages_saved():
     pool = Pool(12, 4)
     a = pool.alloc(10)
     assert pool.num_shared == 0
@@ -176,8 +176,8 @@ def test_pages_that_sharing_saves():
     assert pool.num_shared == 6
     pool.extend(forks[0], 1)
     assert pool.num_shared == 5
-    pool.leave([forks[0]], [forks[0][2]])
-    assert pool.num_shared == 5, "of pages that are away nothing is shared"
+    pool.swap_out([forks[0]], [forks[0][2]])
+    assert pool.num_shared == 5, "swapped-out pages do not count as shared"
     for table in (a, *forks):
         pool.free(table)
     assert pool.num_shared == 0
@@ -199,16 +199,17 @@ def test_misuse_is_refused_and_changes_nothing():
     refused(pool, "no table twice", pool.extend_all, [table, table], [1, 1])
     refused(pool, "page 0 is not one", pool.adopt, [0])
     refused(pool, "page 6 is not one", pool.adopt, [6])
-    refused(pool, "page 5 is free and holds nothing", pool.adopt, [1, 5])
-    refused(pool, "page 5 is free", pool.keep, 5, 4)
-    refused(pool, "cannot graft", pool.graft, table, 1, 2)
+    refused(pool, "page 5 is free and holds no prefix", pool.adopt, [1, 5])
+    refused(pool, "no page may occur twice", pool.adopt, [1, 1])
+    refused(pool, "page 5 is free", pool.mark_cached, 5, 4)
+    refused(pool, "cannot copy", pool.copy_partial_page, table, 1, 2)
 
 
 def test_a_sequence_longer_than_the_pool_is_refused_not_postponed():
     """vllm #39734: a request larger than the cache waited for ever."""
     pool = Pool(4, 4)
     table = pool.alloc(4)
-    refused(pool, "13 tokens need 4 pages, the pool has 3 in all", pool.alloc, 13)
+    refused(pool, "13 tokens need 4 pages, the pool has only 3", pool.alloc, 13)
     refused(pool, "13 tokens need 4 pages", pool.extend, table, 9)
     refused(pool, "13 tokens need 4 pages", pool.extend_all, [table], [9])
 
@@ -219,8 +220,8 @@ def test_sizes_are_checked(sizes, match):
         Pool(*sizes)
 
 
-def test_free_is_a_double_free_only_once():
-    """sglang-jax #982: a request that finished while it was retracted gave its pages back twice."""
+def test_a_double_free_is_refused():
+    """sglang-jax #982: a request that finished while it was retracted freed its pages twice."""
     pool = Pool(6, 4)
     parent = pool.alloc(8)
     child = pool.fork(parent)
@@ -230,32 +231,32 @@ def test_free_is_a_double_free_only_once():
 
 
 class TestCachedPages:
-    """Pages that hold a prefix wait, oldest first, and leave from anywhere."""
+    """Free pages with a prefix are listed oldest first and can be removed anywhere in the list."""
 
     def pool(self):
         pool, forgotten = Pool(6, 4), []
         pool.watch(forgotten.append)
         table = pool.alloc(12)
         for page in table.pages:
-            pool.keep(page, 4)
+            pool.mark_cached(page, 4)
         pool.free(table)
         return pool, forgotten
 
-    def test_blank_pages_go_first_then_the_tail_of_the_oldest(self):
+    def test_blank_pages_are_taken_first_then_the_tail_of_the_oldest(self):
         pool, forgotten = self.pool()
         assert pool.num_free == 5 and pool.num_cached == 3
         assert pool.alloc(8).pages == (4, 5) and forgotten == []
         assert pool.alloc(8).pages == (3, 2) and forgotten == [3, 2]
         pool.check()
 
-    def test_a_page_leaves_from_the_middle(self):
+    def test_a_page_is_removed_from_the_middle(self):
         pool, _ = self.pool()
         table = pool.adopt([2])
-        assert pool.num_cached == 2 and pool._listed() == [3, 1]
+        assert pool.num_cached == 2 and pool._walk_cached_list() == [3, 1]
         pool.free(table)
-        assert pool._listed() == [3, 1, 2]
-        pool.keep(1, 0)
-        assert pool._listed() == [3, 2] and pool.alloc(4).pages == (1,)
+        assert pool._walk_cached_list() == [3, 1, 2]
+        pool.mark_cached(1, 0)
+        assert pool._walk_cached_list() == [3, 2] and pool.alloc(4).pages == (1,)
         pool.check()
 
     def test_free_pages_are_counted_once(self):
@@ -270,28 +271,28 @@ class TestCachedPages:
         assert pool.num_free == 5
         pool.check()
 
-    def test_graft_never_copies_a_page_onto_itself(self):
-        """The only free page is the source: it must not be taken for the copy."""
+    def test_a_partial_page_is_never_copied_onto_itself(self):
+        """The only free page is the source: it must not become the destination."""
         pool = Pool(4, 4)
         source = pool.alloc(4)
-        pool.keep(1, 4)
+        pool.mark_cached(1, 4)
         pool.free(source)
         others = pool.alloc(8)
         table = pool.alloc(0)
         before = state(pool)
-        assert pool.graft(table, 1, 3) == NoRoom(1, 0)
+        assert pool.copy_partial_page(table, 1, 3) == NoRoom(1, 0)
         assert state(pool) == before
         pool.free(others)
-        assert pool.graft(table, 1, 3) == [(1, 2)] and table.length == 3
+        assert pool.copy_partial_page(table, 1, 3) == [(1, 2)] and table.length == 3
         pool.check()
 
-    def test_overwriting_forgets_what_was_relied_on_and_no_more(self):
-        """nano-vllm #163, vllm #4764: a page was found by the hash of what it once held."""
+    def test_overwriting_evicts_only_prefixes_that_cover_the_slot(self):
+        """nano-vllm #163, vllm #4764: a page was found by the hash of its earlier contents."""
         pool = Pool(6, 4)
         forgotten = []
         pool.watch(forgotten.append)
         table = pool.alloc(3)
-        pool.keep(1, 3)
+        pool.mark_cached(1, 3)
         pool.extend(table, 1)
         assert forgotten == [], "slot 3 was not part of the prefix"
         pool.truncate(table, 2)
@@ -299,59 +300,59 @@ class TestCachedPages:
         pool.extend(table, 1)
         assert forgotten == [1] and pool.filled(1) == 0
 
-    def test_a_copy_leaves_the_published_page_published(self):
+    def test_copy_on_write_keeps_the_source_page_published(self):
         pool = Pool(6, 4)
         table = pool.alloc(4)
-        pool.keep(1, 4)
+        pool.mark_cached(1, 4)
         child = pool.fork(table)
         pool.truncate(child, 2)
         assert pool.extend(child, 1) == [(1, 2)]
         assert pool.filled(1) == 4 and pool.filled(2) == 0
 
 
-class TestAway:
-    """Tables whose pages are elsewhere."""
+class TestSwappedOut:
+    """Tables with pages on the host."""
 
-    def test_shared_pages_travel_once_and_are_shared_again(self):
+    def test_shared_pages_are_copied_once_and_shared_again(self):
         pool = Pool(10, 4)
         a = pool.alloc(10)
         b = pool.fork(a)
         pool.extend(b, 1)
         travellers = pool.exclusive([a, b])
         assert sorted(travellers) == [1, 2, 3, 4]
-        pool.leave([a, b], travellers)
+        pool.swap_out([a, b], travellers)
         assert pool.num_free == 9 and a.pages[:2] == b.pages[:2] and max(a.pages) < 0
         pool.check()
-        fresh = pool.enter([a, b], len(travellers))
+        fresh = pool.swap_in([a, b], len(travellers))
         assert len(fresh) == 4 and a.pages[:2] == b.pages[:2] and a.pages[2] != b.pages[2]
         assert pool.refs(a[0]) == 2 and pool.refs(a[2]) == 1
         pool.check()
 
-    def test_pages_of_others_stay(self):
+    def test_pages_of_other_tables_stay(self):
         pool = Pool(10, 4)
         a = pool.alloc(10)
         b = pool.fork(a)
         pool.extend(b, 1)
         assert pool.exclusive([b]) == [b[2]]
-        pool.leave([b], [b[2]])
+        pool.swap_out([b], [b[2]])
         assert b.pages[:2] == a.pages[:2] and pool.refs(1) == 2
         pool.check()
 
-    def test_no_use_before_return_but_free(self):
+    def test_a_swapped_out_table_can_only_be_freed(self):
         pool = Pool(5, 4)
         a = pool.alloc(10)
-        pool.leave([a], pool.exclusive([a]))
-        refused(pool, "are away", pool.extend, a, 1)
-        refused(pool, "are away", pool.fork, a)
+        pool.swap_out([a], pool.exclusive([a]))
+        refused(pool, "is swapped out", pool.extend, a, 1)
+        refused(pool, "is swapped out", pool.fork, a)
         blocker = pool.alloc(8)
-        assert pool.enter([a], 3) == NoRoom(3, 2)
+        assert pool.swap_in([a], 3) == NoRoom(3, 2)
         pool.free(a)
         pool.free(blocker)
         assert pool.num_free == pool.capacity
         pool.check()
 
 
-def test_check_finds_what_it_is_for():
+def test_check_detects_each_inconsistency():
     for spoil in (
         lambda pool: pool._refs.__setitem__(1, 2),
         lambda pool: pool._blank.pop(),
@@ -363,7 +364,7 @@ def test_check_finds_what_it_is_for():
         pool = Pool(6, 4)
         pool.alloc(4)
         cached = pool.alloc(4)
-        pool.keep(2, 4)
+        pool.mark_cached(2, 4)
         pool.free(cached)
         pool.check()
         spoil(pool)

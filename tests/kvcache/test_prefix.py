@@ -1,4 +1,4 @@
-"""Prefixes: found by what they say, under their salt alone, and only while the pages say it."""
+"""Prefixes are found by token ids, under their salt alone, while their pages are unchanged."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def setup(num_pages=12):
 
 
 def publish(pool, index, tokens, *, salt="", final=True, free=True):
-    """A sequence computed from nothing; the pages it used."""
+    """Publish a sequence computed from scratch; returns its pages."""
     table = pool.alloc(len(tokens))
     index.publish(table, tokens, len(tokens), Chain(index.root(salt)), final)
     pages = table.pages
@@ -28,7 +28,7 @@ def match(index, tokens, salt=""):
     return index.match(tokens, index.root(salt))
 
 
-def test_full_pages_are_shared_and_a_page_that_starts_alike_is_copied():
+def test_full_pages_are_shared_and_a_partial_match_is_copied():
     pool, index = setup()
     pages = publish(pool, index, list(range(10)))
     hit = match(index, [*range(10), 99])
@@ -40,7 +40,7 @@ def test_full_pages_are_shared_and_a_page_that_starts_alike_is_copied():
 
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 11])
 def test_one_token_is_always_left_to_compute(length):
-    """nano-vllm #144: a prompt of whole pages that was cached in full left no query."""
+    """nano-vllm #144: a prompt of full pages, all cached, left no query."""
     pool, index = setup()
     publish(pool, index, list(range(length)))
     hit = match(index, list(range(length)))
@@ -54,16 +54,16 @@ def test_an_empty_request_finds_nothing():
 
 
 def test_the_shortest_hit_is_one_token_at_any_page_size():
-    """vllm #53749: pages of 2,000 tokens, no hits, and nothing said so."""
+    """vllm #53749: pages of 2,000 tokens had no hits, without a warning."""
     pool = Pool(4, 256)
     index = PrefixIndex(pool)
     table = pool.alloc(2)
     index.publish(table, [7, 8], 2, Chain(index.root()), True)
     assert match(index, [7, 9]).tokens == 1
-    assert index.stats.asked_tokens == 2 and index.stats.copied_tokens == 1
+    assert index.stats.requested_tokens == 2 and index.stats.copied_tokens == 1
 
 
-def test_the_nearest_start_wins_among_many():
+def test_the_longest_common_start_wins():
     pool, index = setup(30)
     for third in range(5):
         publish(pool, index, [1, 2, third * 2, 7], free=False)
@@ -75,7 +75,7 @@ def test_the_nearest_start_wins_among_many():
 
 
 def test_same_salt_hits_and_another_misses():
-    """vllm #53347: half of this pair alone proves nothing."""
+    """vllm #53347: only both halves together prove anything."""
     pool, index = setup()
     publish(pool, index, list(range(9)), salt="alice")
     assert match(index, list(range(9)), "alice").tokens == 8
@@ -83,8 +83,8 @@ def test_same_salt_hits_and_another_misses():
     assert match(index, list(range(9))).tokens == 0
 
 
-def test_salts_and_page_sizes_cannot_imitate_one_another():
-    """vllm #51899: keys glued without lengths collide."""
+def test_salts_and_page_sizes_cannot_collide():
+    """vllm #51899: keys concatenated without lengths collide."""
     roots = {PrefixIndex(Pool(4, size)).root(salt) for size in (1, 2) for salt in ("", "\0", "a")}
     assert len(roots) == 6
 
@@ -98,7 +98,7 @@ def test_token_ids_that_python_hashes_alike_differ():
     assert match(index, [-1] * 9).tokens == 8
 
 
-def test_nothing_is_found_before_it_is_written():
+def test_a_prefix_is_not_found_before_it_is_written():
     """ROCm/ATOM #902: hashes of a chunked prefill were published before its keys and values."""
     pool, index = setup()
     tokens = list(range(12))
@@ -112,7 +112,7 @@ def test_nothing_is_found_before_it_is_written():
 
 
 def test_a_hit_on_a_free_page_keeps_it():
-    """ROCm/ATOM #902 again: taking a cached page from the free list forgot its hash."""
+    """ROCm/ATOM #902: taking a cached page from the free list dropped its hash."""
     pool, index = setup()
     publish(pool, index, list(range(8)))
     table = pool.adopt(match(index, list(range(9))).pages)
@@ -121,12 +121,12 @@ def test_a_hit_on_a_free_page_keeps_it():
     assert match(index, list(range(9))).tokens == 8
 
 
-def test_a_page_that_was_taken_is_not_found():
-    """nano-vllm #163: the hash outlived the page."""
+def test_a_page_that_was_reused_is_not_found():
+    """nano-vllm #163: the hash outlived the page's contents."""
     pool, index = setup(4)
     publish(pool, index, list(range(8)))
     taken = pool.alloc(8)
-    assert match(index, list(range(9))).tokens == 4, "the tail went, the head is still there"
+    assert match(index, list(range(9))).tokens == 4, "the tail is evicted, the head is not"
     pool.free(taken)
     taken = pool.alloc(12)
     assert match(index, list(range(9))).tokens == 0 and len(index) == 0
@@ -145,7 +145,7 @@ def test_a_tail_enters_once_and_in_full_when_final():
     index.check()
 
 
-def test_a_rolled_back_tail_does_not_shrink_what_is_still_there():
+def test_a_rolled_back_tail_keeps_the_published_page():
     pool, index = setup()
     tokens, chain = list(range(8)), Chain(index.root())
     table = pool.alloc(8)
@@ -170,18 +170,18 @@ def test_eviction_takes_the_oldest_sequence_first_and_its_tail_before_its_head()
     assert pool.alloc(160).pages == (6, 10, 5, 4, 3, 2, 1, 9, 8, 7)
 
 
-def test_being_used_makes_a_prefix_young():
+def test_using_a_prefix_makes_it_most_recent():
     pool, index = setup(8)
     a = publish(pool, index, list(range(8)))
     b = publish(pool, index, list(range(50, 58)))
     pool.free(pool.adopt(match(index, list(range(9))).pages))
-    pool.alloc(3 * SIZE)  # what is blank
+    pool.alloc(3 * SIZE)  # takes the blank pages
     assert pool.alloc(2 * SIZE).pages == (b[1], b[0])
     assert match(index, list(range(9))).pages == a
 
 
-def test_two_pages_may_say_the_same_and_either_may_go():
-    """Tables are never re-mapped, so a prefix computed twice is there twice."""
+def test_two_pages_may_hold_the_same_prefix():
+    """Tables are never re-mapped, so a prefix computed twice is stored twice."""
     pool, index = setup(8)
     a = publish(pool, index, list(range(4)), free=False)
     b = publish(pool, index, list(range(4)))
@@ -191,7 +191,7 @@ def test_two_pages_may_say_the_same_and_either_may_go():
     index.check()
 
 
-def test_clear_forgets_and_frees():
+def test_clear_removes_entries_and_blanks_pages():
     pool, index = setup()
     publish(pool, index, list(range(10)))
     held = publish(pool, index, list(range(20, 30)), free=False)
@@ -202,8 +202,8 @@ def test_clear_forgets_and_frees():
     index.check()
 
 
-def test_what_was_computed_before_a_clear_is_never_found():
-    """New weights: a sequence that lives on must not hand its old keys and values to others."""
+def test_pages_computed_before_a_clear_are_never_found():
+    """New weights: a sequence that is still alive must not share its old keys and values."""
     pool, index = setup()
     tokens, chain = list(range(8)), Chain(index.root())
     table = pool.alloc(8)
@@ -211,7 +211,7 @@ def test_what_was_computed_before_a_clear_is_never_found():
     index.clear()
     index.publish(table, tokens, 8, chain, final=True)
     publish(pool, index, tokens[:4])
-    assert match(index, list(range(9))).tokens == 4, "the page after it is of the old weights"
+    assert match(index, list(range(9))).tokens == 4, "the page after it has the old weights"
 
 
 @pytest.mark.parametrize("tokens", [["a", "b"], [1.5, 2], [2**63, 1], [None, 1]])

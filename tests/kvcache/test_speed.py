@@ -1,4 +1,4 @@
-"""The pool is fast enough never to be noticed: pages and calls per second, one core."""
+"""The pool's speed: pages and calls per second on one core."""
 
 import gc
 from time import perf_counter
@@ -46,7 +46,7 @@ def single(pool, rounds=5_000):
 
 
 def plain(rounds=100):
-    """Seconds of the least that Python does to give a page back: count down, look, keep it."""
+    """Seconds of the least that Python must do to free a page: decrement, compare, append."""
     pages = rounds * PAGES
     counts, kept, began = [1] * pages, [], perf_counter()
     for page in range(pages):
@@ -58,7 +58,7 @@ def plain(rounds=100):
 
 
 def best(measure, pool, times=100):
-    """The least seconds of each operation: what other processes do to the clock is not ours."""
+    """The least seconds of each operation, which removes the noise of other processes."""
     gc.disable()
     try:
         return [min(column) for column in zip(*(measure(pool) for _ in range(times)), strict=True)]
@@ -67,8 +67,8 @@ def best(measure, pool, times=100):
 
 
 def test_eight_million_pages_per_second_in_bulk():
-    """Or half of what a plain loop does, where Python is that slow: a machine that is shared has
-    been seen to halve its pace from one minute to the next.
+    """Or half the rate of a plain loop, where Python is that slow: a shared machine was seen to
+    halve its speed from one minute to the next.
     """
     loop, *rates = (100 * PAGES / s for s in best(lambda p: plain() + bulk(p), Pool(2**15)))
     print("million pages/s, alloc, fork, free shared, free:", [round(r / 1e6, 1) for r in rates])
@@ -76,7 +76,7 @@ def test_eight_million_pages_per_second_in_bulk():
 
 
 def test_half_a_million_single_calls_per_second():
-    """Or a thirtieth of what a plain loop does."""
+    """Or a thirtieth of the rate of a plain loop."""
     loop, *times = best(lambda p: plain() + single(p), Pool(2**15))
     loop, rates = 100 * PAGES / loop, [5_000 / s for s in times]
     print("million calls/s, alloc, extend, fork, free:", [round(r / 1e6, 2) for r in rates])

@@ -1,4 +1,4 @@
-"""Bit tiles: packing is a bijection, and equal tiles are found whatever the hash says."""
+"""Bit tiles: packing is a bijection, and equal tiles are found despite hash collisions."""
 
 import torch
 from hypothesis import given
@@ -34,7 +34,7 @@ def test_interval_tiles_set_exactly_the_interval():
 
 
 def test_distinct_rows_reproduces_the_rows():
-    rows = torch.randint(0, 3, (500, 2)) << 60  # the low bits say nothing
+    rows = torch.randint(0, 3, (500, 2)) << 60  # the low bits are zero
     keep, inverse = bits.distinct_rows(rows)
     assert torch.equal(rows[keep][inverse], rows)
     assert len(keep) == len(torch.unique(rows, dim=0))
@@ -47,7 +47,7 @@ def test_a_hash_collision_is_noticed(monkeypatch):
     assert len(keep) == 3 and torch.equal(rows[keep][inverse], rows)
 
 
-def test_tiles_that_differ_in_one_bit_stay_apart():
+def test_tiles_that_differ_in_one_bit_are_distinct():
     tiles = torch.zeros(129, 128, 128, dtype=torch.bool)
     tiles[torch.arange(128), 3, torch.arange(128)] = True
     distinct, index = bits.distinct_tiles(bits.pack(tiles))

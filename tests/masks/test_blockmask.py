@@ -1,4 +1,4 @@
-"""BlockMask as data: lists, their transpose, and what a build costs."""
+"""BlockMask: lists, their transpose, and the cost of a build."""
 
 import statistics
 import time
@@ -107,7 +107,7 @@ def long_documents(ragged):
 
 @pytest.fixture
 def one_thread():
-    """Threads that wait for one another measure the other processes of a busy machine."""
+    """One thread: several threads that wait for each other would measure other processes' load."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -39,19 +39,19 @@ def dense_of(fn, batch, heads, seqlen_q, seqlen_k):
         (flex.or_masks(causal, per_head), (2, 3)),
     ],
 )
-def test_flex_block_mask_is_its_mask_mod(fn, planes, seqlens, block_size):
+def test_a_flex_block_mask_equals_its_mask_mod(fn, planes, seqlens, block_size):
     given = flex.create_block_mask(fn, *planes, *seqlens, device="cpu", BLOCK_SIZE=block_size)
     built = masks.as_mask(given).build(2, 3, *seqlens)
     assert torch.equal(built.to_dense().expand(2, 3, -1, -1), dense_of(fn, 2, 3, *seqlens))
 
 
-def test_and_masks_of_flat_rules_stay_flat():
+def test_a_conjunction_of_intervals_stays_an_interval():
     fn = flex.and_masks(causal, lambda b, h, q, k: q - k < 100)
     assert masks.mod(fn).build(4, 4, 300, 300).shape == (1, 1, 300, 300)
 
 
-def test_without_full_lists_and_with_hand_made_blocks():
-    """Blocks decide first: a cell outside of the listed blocks is hidden whatever mask_mod says."""
+def test_flex_masks_without_full_lists_or_with_custom_blocks():
+    """Blocks decide first: a cell outside of the listed blocks is hidden, whatever mask_mod is."""
     counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
     indices = torch.tensor([[[[1, 0], [1, 0]]]], dtype=torch.int32)
     given = flex.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=128, mask_mod=causal)

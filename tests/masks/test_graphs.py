@@ -1,4 +1,4 @@
-"""Masks that are not built: one graph for torch.compile, and rules that other processes get."""
+"""Masks that are not built: one graph for torch.compile, and pickling for other processes."""
 
 import copy
 import pickle
@@ -55,7 +55,7 @@ def check_one_graph(rule, dynamic):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_mask_that_is_not_built_is_one_graph(name):
+def test_an_unbuilt_mask_compiles_to_one_graph(name):
     compiled = check_one_graph(RULES[name], dynamic=True)
     if name == "document":
         x = torch.randn(3, 2, N, 2, 16)
@@ -65,11 +65,11 @@ def test_a_mask_that_is_not_built_is_one_graph(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
-def test_more_of_them(name):
+def test_more_masks_compile_to_one_graph(name):
     check_one_graph(MORE[name], dynamic=True)
 
 
-def test_a_new_mask_is_no_new_graph():
+def test_a_new_mask_does_not_recompile():
     graphs = torch._dynamo.testing.CompileCounter()
     fn = torch.compile(
         lambda q, k, v, mask: onchip.attention(q, k, v, mask=mask), backend=graphs, fullgraph=True
@@ -100,7 +100,7 @@ def test_rules_are_pickled_and_copied(name):
     mask = PICKLED[name]()
     expected = mask.build(2, 2, N, N).to_dense()
     data = pickle.dumps(mask)
-    assert len(data) < 20_000  # the rule, not what was built of it
+    assert len(data) < 20_000  # the rule, without built masks
     for other in (pickle.loads(data), copy.deepcopy(mask)):
         assert str(other) == str(mask) and other.number != mask.number
         assert torch.equal(other.build(2, 2, N, N).to_dense(), expected)

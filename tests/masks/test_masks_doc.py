@@ -1,4 +1,4 @@
-"""Every example of docs/masks.md runs, and prints the drawing that stands below it."""
+"""Every example of docs/masks.md runs and prints the drawing below it."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ def run_examples(page):
         yield printed.getvalue(), expected
 
 
-def test_examples_print_what_the_page_shows():
+def test_examples_print_the_drawings_of_the_page():
     results = list(run_examples(PAGE.read_text(encoding="utf-8")))
     assert len(results) >= 8
     for printed, expected in results:

@@ -1,4 +1,4 @@
-"""Every mask, alone and combined, is the brute-force rule, cell by cell and block by block."""
+"""Every mask, alone and combined, equals the brute-force rule, by cells and by blocks."""
 
 import functools
 from typing import NamedTuple
@@ -91,7 +91,7 @@ def padding_case(value):
 
 
 def spans_case(batch, seqlen_q, seqlen_k, seed):
-    """Bounds that may lie behind the last key, or end before they begin."""
+    """Bounds that may exceed the last key, or have an end below the start."""
     generator = torch.Generator().manual_seed(seed)
     bounds = torch.randint(seqlen_k + 9, (batch, 1, seqlen_q, 2), generator=generator).int()
     lo, hi = bounds[..., 0], bounds[..., 1]
@@ -154,7 +154,7 @@ def expressions(draw):
 
 @settings(max_examples=100, deadline=None)
 @given(expressions())
-def test_any_expression_is_its_rule(drawn):
+def test_any_expression_equals_its_rule(drawn):
     case, seqlen_q, seqlen_k = drawn
     built = case.mask.build(BATCH, HEADS, seqlen_q, seqlen_k)
     assert_is(built, dense_rule(case.rule, seqlen_q, seqlen_k))
@@ -184,7 +184,7 @@ def test_zero_lengths_give_a_mask_without_blocks(seqlens):
         assert built.to_dense().shape == built.shape
 
 
-def test_planes_exist_only_where_the_rule_depends_on_them():
+def test_planes_exist_only_if_the_rule_depends_on_them():
     flat = masks.causal() & masks.mod(MODS[0])
     per_head = masks.causal() | masks.mod(MODS[1])
     per_batch = ~masks.padding(torch.tensor([5, 7]))
@@ -213,8 +213,8 @@ def test_a_mod_is_evaluated_on_open_blocks_only():
         cells.append(1)
         return q - k
 
-    # vmap calls the function once per chunk of 64 blocks: 32 diagonal blocks are one chunk,
-    # besides the runs on scalars that find out about the planes.
+    # vmap calls the function once per chunk of 64 blocks: 32 diagonal blocks are one chunk, plus
+    # the runs on scalars that find the dependence on planes.
     mask = masks.block_local(128) & masks.mod(fn)
     built = mask.build(1, 1, 4096, 4096)
     assert built.num_partial == 32 and built.num_tiles == 1
@@ -228,7 +228,7 @@ def test_causal_needs_one_tile():
     assert masks.causal().build(1, 1, 1000, 1255).num_tiles <= 4
 
 
-def test_builds_are_remembered_and_bounded():
+def test_builds_are_cached_and_bounded():
     mask = masks.causal()
     first = mask.build(2, 4, 200, 200)
     assert mask.build(8, 1, 200, 200) is first  # the same planes
@@ -256,7 +256,7 @@ def test_tensors_are_copied_when_the_mask_is_made():
         assert torch.equal(mask.build(1, 1, 100, 100).to_dense(), expected)
 
 
-def test_as_mask_accepts_what_a_user_may_pass():
+def test_as_mask_accepts_every_documented_type():
     mask = masks.causal()
     built = mask.build(1, 1, 64, 64)
     table = built.to_dense()
@@ -275,7 +275,7 @@ def test_raw_functions_and_tensors_combine_with_masks():
         assert torch.equal(mask.build(1, 1, 64, 64).to_dense()[0, 0], expected)
 
 
-def test_masks_print_as_they_were_written():
+def test_the_repr_of_a_mask_is_its_expression():
     mask = masks.document(cu_seqlens([4], 9)) & ~masks.window(3, None)
     assert repr(mask) == "(document(2 documents) & ~window(3, None))"
 
@@ -324,14 +324,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_bad_values_are_refused_in_one_sentence(message):
+def test_bad_values_are_refused(message):
     with pytest.raises(ValueError, match=message) as caught:
         masks.build(BAD[message](), 1, 1, 64, 64)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("huge", [2**31 - 1, 2**31, 2**40])
-def test_sizes_beyond_any_length_mean_everything(huge):
+def test_sizes_beyond_any_length_cover_everything(huge):
     full = masks.full().build(1, 1, 300, 300).to_dense()
     presets = masks.block_local(huge), masks.bigbird(huge, 0, 0), masks.bigbird(0, 0, huge)
     for mask in (masks.window(huge, huge), masks.longformer(0, huge), *presets):

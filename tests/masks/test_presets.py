@@ -1,4 +1,4 @@
-"""The presets are the rules in their docstrings, for any pair of lengths."""
+"""The presets equal the rules in their docstrings, for any pair of lengths."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ RULES = {
     "longformer": (masks.longformer(70, 5), lambda p, k: ((p - k).abs() <= 70) | tokens(p, k, 5)),
     "strided": (masks.strided(3), lambda p, k: spread(p, k, 3)),
     "butterfly": (masks.butterfly(), one_digit),
-    "bigbird without chance": (
+    "bigbird without random blocks": (
         masks.bigbird(1, 0, 2),
         lambda p, k: near(p, k, 1) | tokens(p, k, 256),
     ),
@@ -40,7 +40,7 @@ RULES = {
 
 @pytest.mark.parametrize("seqlens", SEQLENS)
 @pytest.mark.parametrize("name", RULES)
-def test_preset_is_its_rule(name, seqlens):
+def test_a_preset_equals_its_rule(name, seqlens):
     mask, rule = RULES[name]
     q, k = torch.arange(seqlens[0])[:, None], torch.arange(seqlens[1])
     expected = rule(q + seqlens[1] - seqlens[0], k).expand(seqlens)

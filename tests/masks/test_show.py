@@ -1,4 +1,4 @@
-"""Drawings: a terminal picture that fits the width, an image file, and clear refusals."""
+"""Drawings: a terminal picture that fits the width, an image file, and clear errors."""
 
 import sys
 
@@ -61,7 +61,7 @@ def test_png(tmp_path):
         masks.causal().show(0, 100, path=str(path))
 
 
-def test_without_matplotlib_the_error_says_what_to_do(monkeypatch, tmp_path):
+def test_without_matplotlib_the_error_names_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.colors", None)
     with pytest.raises(ImportError, match="needs matplotlib"):

@@ -1,4 +1,4 @@
-"""Visibility answers for a tile of queries what brute force answers for every cell."""
+"""Visibility of a tile of queries equals brute force over every cell."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def test_spans_cover_every_visible_key_in_order(view, data):
 
 @settings(max_examples=200, deadline=None)
 @given(views(), st.data())
-def test_tile_is_the_brute_force_cut(view, data):
+def test_a_tile_equals_the_brute_force_slice(view, data):
     (q0, q1), (k0, k1) = cut(data.draw, view.seqlen_q), cut(data.draw, view.seqlen_k)
     tile = view.tile(q0, q1, k0, k1, "cpu")
     expected = brute_force(view)[q0:q1, k0:k1]
@@ -121,9 +121,9 @@ def test_no_visible_key_gives_no_span():
 @pytest.mark.parametrize("keys", [(0, 12), (3, 7), (11, 12)])
 @pytest.mark.parametrize("window_size", [(None, None), (3, None), (None, 2), (1, 1)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_part_sees_what_the_whole_sees_there(rows, keys, window_size, causal):
+def test_a_restricted_rule_equals_the_whole_on_its_range(rows, keys, window_size, causal):
     whole = Visibility(9, 12, causal, window_size)
-    part = whole.part(rows, keys)
+    part = whole.restrict(rows, keys)
     cells = lambda rule, *at: torch.ones(1) if (t := rule.tile(*at)) is None else t
     size = rows[1] - rows[0], keys[1] - keys[0]
     want = cells(whole, *rows, *keys).expand(size).bool()

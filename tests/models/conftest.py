@@ -1,4 +1,4 @@
-"""Tiny models of every family, as their config.json would say it."""
+"""Tiny configs of every family, as in a config.json."""
 
 from copy import deepcopy
 
@@ -64,7 +64,7 @@ GPT2 = {
 
 
 def fields(family):
-    """The fields of a config.json, a fresh dict: transformers writes into those it is given."""
+    """The fields of a config.json, a fresh dict: transformers modifies its argument."""
     if family == "gpt2":
         return dict(GPT2)
     return deepcopy({"model_type": family.split("-")[0]} | _BASE | FAMILIES[family])

@@ -1,4 +1,4 @@
-"""The model that is always there."""
+"""The built-in model."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from onchip.models import builtin
 VERSE = "And God saw the light, that it was good: and God divided the light from the darkness."
 
 
-def test_it_is_the_same_everywhere_and_says_what_it_is():
+def test_it_has_the_same_weights_everywhere_and_a_description():
     one, other = builtin.tiny(), builtin.tiny(dtype=torch.bfloat16)
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(a.bfloat16(), b)
@@ -28,8 +28,8 @@ def bits(text):
     return nats.item() / math.log(2)
 
 
-def test_it_knows_the_english_that_it_has_read():
-    """A byte of chance is 8 bits, of the same letters in another order more than English."""
+def test_it_predicts_the_english_of_its_training_text():
+    """A random byte takes 8 bits; shuffled letters take more bits than English."""
     assert bits(VERSE) < 2.5
     assert bits(VERSE[::-1]) > bits(VERSE) + 2
 
@@ -43,12 +43,12 @@ def test_it_writes_words():
     assert sum(word.strip(",.;:").lower() in common for word in words) >= len(words) / 4
 
 
-def test_its_card_says_where_it_comes_from_and_how_good_it_is():
+def test_its_card_states_source_and_quality():
     card = (builtin.FOLDER / "MODEL_CARD.md").read_text()
     size = (builtin.FOLDER / "model.safetensors").stat().st_size
     assert size <= 12e6 and f"{size:,} bytes" in card
     config = json.loads((builtin.FOLDER / "config.json").read_text())
     assert f"{config['max_position_embeddings']:,}" in card
     assert f"{sum(w.numel() for w in builtin.tiny().parameters()):,} parameters" in card
-    for said in ("King James", "bits per byte", "commit", "examples/train_lm.py"):
-        assert said in card
+    for text in ("King James", "bits per byte", "commit", "examples/train_lm.py"):
+        assert text in card

@@ -14,7 +14,7 @@ from onchip.models import ModelConfig, Rotary, num_parameters
 from onchip.models.rotary import frequencies
 
 
-def test_a_config_says_what_it_read(llama):
+def test_a_config_keeps_its_source(llama):
     config = ModelConfig.from_hf(llama)
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (3, 4, 2)
     assert (config.head_dim, config.max_seqlen, config.eos_token_ids) == (12, 512, (130,))
@@ -22,8 +22,8 @@ def test_a_config_says_what_it_read(llama):
     assert json.loads(config.source) == llama
 
 
-def test_old_and_new_spelling_are_one_model(data):
-    """What transformers 5 writes of a config, and the file it was read from."""
+def test_old_and_new_spellings_give_one_config(data):
+    """The config as transformers 5 writes it, and the file it was read from."""
     transformers = pytest.importorskip("transformers")
     new = transformers.AutoConfig.for_model(**data).to_dict()
     ours, theirs = ModelConfig.from_hf(data), ModelConfig.from_hf(json.loads(json.dumps(new)))
@@ -42,15 +42,15 @@ def test_old_and_new_spelling_are_one_model(data):
     ],
     indirect=["family"],
 )
-def test_layers_slide_where_the_family_says(data, kinds):
+def test_layers_with_a_window_follow_the_family(data, kinds):
     assert [layer.window for layer in ModelConfig.from_hf(data).layers] == kinds
 
 
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        ({"model_type": "mamba"}, "model_type='mamba' is not known here; known are llama"),
-        ({"model_type": None}, "model_type=None is not known"),
+        ({"model_type": "mamba"}, "model_type='mamba' is not one of llama"),
+        ({"model_type": None}, "model_type=None is not one of"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.* may change the mathematics"),
         ({"num_local_experts": 8}, "num_local_experts=8"),
         ({"hidden_act": "mish"}, "activation 'mish' is not one of silu"),
@@ -59,7 +59,7 @@ def test_layers_slide_where_the_family_says(data, kinds):
         ({"rms_norm_eps": "small"}, "rms_norm_eps='small' in config.json of llama must be"),
         ({"mlp_bias": 1}, "mlp_bias=1 in config.json of llama must be true or"),
         ({"rope_scaling": 3}, "rope_scaling=3 in .* must be an object"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "keys which are cached already"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "keys that are cached already"),
         ({"rope_scaling": {"type": "spiral"}}, "rope_type='spiral' is not one of default"),
         ({"rope_scaling": {"type": "linear"}}, "rope_parameters has no factor"),
         (
@@ -73,7 +73,7 @@ def test_layers_slide_where_the_family_says(data, kinds):
         ({"bos_token_id": True}, "token id True"),
     ],
 )
-def test_what_is_not_served_is_refused(llama, change, sentence):
+def test_unsupported_fields_are_refused(llama, change, sentence):
     with pytest.raises(ValueError, match=sentence):
         ModelConfig.from_hf(llama | change)
 
@@ -91,7 +91,7 @@ def test_what_is_not_served_is_refused(llama, change, sentence):
     ],
     indirect=["family"],
 )
-def test_what_a_family_does_not_serve_is_refused(data, change, sentence):
+def test_unsupported_fields_of_a_family_are_refused(data, change, sentence):
     with pytest.raises(ValueError, match=sentence):
         ModelConfig.from_hf(data | change)
 
@@ -112,7 +112,7 @@ def test_what_a_family_does_not_serve_is_refused(data, change, sentence):
     indirect=["family"],
 )
 def test_no_default_is_guessed(data, name):
-    """Where a class of transformers would fill in a number of its own."""
+    """For fields where a transformers class has its own default."""
     del data[name]
     with pytest.raises(ValueError, match=f"has no {name}"):
         ModelConfig.from_hf(data)
@@ -126,15 +126,15 @@ def test_a_field_may_be_declared_harmless(llama):
 
 
 def paths(data):
-    """The way to every value, those of nested objects too."""
+    """The path to every value, including values of nested objects."""
     for name, value in data.items():
         yield (name,)
         if isinstance(value, dict):
             yield from ((name, *rest) for rest in paths(value))
 
 
-def test_nonsense_is_refused_by_a_sentence(data):
-    """Any field may hold anything: the answer is a ValueError or a config, nothing else."""
+def test_random_values_are_refused_or_accepted(data):
+    """Any field may hold any value: the result is a ValueError or a config, nothing else."""
     transformers = pytest.importorskip("transformers")
     new = transformers.AutoConfig.for_model(**deepcopy(data)).to_dict()
     nonsense = (-1, 0, 1.5, "x", [], [1], {}, {"a": 1}, True, 10**30, math.nan, math.inf)
@@ -150,7 +150,7 @@ def test_nonsense_is_refused_by_a_sentence(data):
     assert refused > 150
 
 
-def test_a_config_that_is_no_object_is_refused():
+def test_a_config_that_is_not_an_object_is_refused():
     with pytest.raises(ValueError, match="must hold an object, got list"):
         ModelConfig.from_hf([])
 
@@ -201,7 +201,7 @@ TIED = {"tie_word_embeddings": True}
     ],
 )
 def test_published_models_have_the_published_number_of_parameters(data, count):
-    """As their model cards say it, tied heads counted once."""
+    """As in their model cards, tied heads counted once."""
     assert num_parameters(ModelConfig.from_hf(data)) == count
 
 
@@ -217,7 +217,7 @@ def test_published_models_have_the_published_number_of_parameters(data, count):
     ids=lambda rotary: rotary.kind,
 )
 def test_frequencies_fall_from_one(rotary):
-    """High frequencies stay, low ones are divided by the factor, none overtakes another."""
+    """High frequencies are kept, low ones divided by the factor, and their order is the same."""
     found = frequencies(rotary, torch.device("cpu"))
     plain = frequencies(Rotary(rotary.theta, rotary.dim), torch.device("cpu"))
     assert (found.diff() < 0).all() and found.dtype == torch.float32
@@ -236,6 +236,6 @@ def test_frequencies_fall_from_one(rotary):
         ((1e4, 8, "yarn", 8.0, 1.0, 4.0, 0), "original=0"),
     ],
 )
-def test_rotations_that_make_no_sense_are_refused(values, sentence):
+def test_invalid_rotations_are_refused(values, sentence):
     with pytest.raises(ValueError, match=sentence):
         Rotary(*values)

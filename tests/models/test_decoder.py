@@ -1,4 +1,4 @@
-"""A decoder is the model that transformers computes, and the same over pages as over sequences."""
+"""A decoder equals transformers' model, and gives the same over pages as over sequences."""
 
 import math
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 
 import onchip
 from onchip import models
-from onchip.kvcache import KVCache, Shape
+from onchip.kvcache import BatchShape, KVCache
 from onchip.models import ModelConfig, positions_of, random_model
 
 
@@ -45,7 +45,7 @@ def advance(decoder, cache, sequences, chunks):
 
 
 @torch.no_grad()
-def test_logits_and_greedy_tokens_are_those_of_transformers(data, tmp_path):
+def test_logits_and_greedy_tokens_equal_transformers(data, tmp_path):
     """fp32; the sequence is longer than the sliding window. The bound is 20 roundings of a logit of
     order one; the largest difference measured is 5e-6.
     """
@@ -68,9 +68,9 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(data, tmp_path):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @torch.no_grad()
-def test_pages_in_any_chunks_are_whole_sequences(data, page_size):
+def test_pages_in_any_chunks_equal_whole_sequences(data, page_size):
     """Sequences of 1, 31 and 47 tokens join at different steps, in odd chunks and token by token,
-    on pages that hold NaN where nobody wrote; fp64.
+    on pages with NaN in every unwritten slot; fp64.
     """
     decoder = random_model(ModelConfig.from_hf(data), seed=2, dtype=torch.float64)
     cache = new_cache(decoder, page_size)
@@ -91,7 +91,7 @@ def test_pages_in_any_chunks_are_whole_sequences(data, page_size):
 
 
 @torch.no_grad()
-def test_packed_sequences_are_sequences(data):
+def test_packed_sequences_equal_separate_ones(data):
     decoder = random_model(ModelConfig.from_hf(data), seed=3, dtype=torch.float64)
     lengths = (1, 29, 11)
     texts = [tokens(n, seed=n) for n in lengths]
@@ -102,7 +102,7 @@ def test_packed_sequences_are_sequences(data):
 
 
 @torch.no_grad()
-def test_any_fold_can_be_its_attention(llama):
+def test_attention_can_be_any_fold(llama):
     """A prompt that two forks share is read once for both of them."""
     decoder = random_model(ModelConfig.from_hf(llama), seed=8, dtype=torch.float64)
     cache = new_cache(decoder, 4)
@@ -168,7 +168,7 @@ def test_the_gradient_is_the_derivative(llama):
 )
 @torch.no_grad()
 def test_every_field_that_is_read_changes_the_result(data, family, change):
-    """So that agreement with transformers means something: none of them is lost on the way."""
+    """Otherwise agreement with transformers would prove nothing about a field that is ignored."""
     one, other = (random_model(ModelConfig.from_hf(d), seed=1) for d in (data, data | change))
     text = tokens(2, 37)
     a, b = (model.logits(model.full(text)) for model in (one, other))
@@ -176,7 +176,7 @@ def test_every_field_that_is_read_changes_the_result(data, family, change):
 
 
 @torch.no_grad()
-def test_asked_rows_are_rows(llama):
+def test_selected_rows_are_rows_of_the_whole(llama):
     decoder = random_model(ModelConfig.from_hf(llama), seed=5)
     text = tokens(23).tolist()
     results = []
@@ -191,13 +191,13 @@ def test_asked_rows_are_rows(llama):
 
 
 @torch.no_grad()
-def test_room_for_more_sequences_changes_nothing(data):
-    """A static batch that could show more sequences and pages than it does."""
+def test_a_larger_static_batch_changes_nothing(data):
+    """A static batch with unused sequences and pages."""
     decoder = random_model(ModelConfig.from_hf(data), seed=6)
     cache = new_cache(decoder, 8, max_seqs=4)
     sequences = [cache.open(), cache.open()]
     cache.append_all(sequences, [tokens(9).tolist(), tokens(17).tolist()])
-    roomy = cache.view(sequences, cache.static_batch(Shape(4, 26, 6, 17)))
+    roomy = cache.view(sequences, cache.static_batch(BatchShape(4, 26, 6, 17)))
     new, exact = torch.cat([tokens(9), tokens(17)]), cache.view(sequences)
     assert positions_of(roomy).tolist() == positions_of(exact).tolist() == [*range(9), *range(17)]
     a, b = (decoder(new, positions_of(batch), batch, cache) for batch in (roomy, exact))
@@ -205,21 +205,21 @@ def test_room_for_more_sequences_changes_nothing(data):
 
 
 def test_padding_has_position_0(llama):
-    """Tokens that a static batch has room for and does not show."""
+    """Unused tokens of a static batch."""
     decoder = random_model(ModelConfig.from_hf(llama))
     cache = new_cache(decoder, 8)
     sequences = [cache.open(), cache.open()]
     cache.append_all(sequences, [[1] * 9, [2] * 5])
     cache.commit(sequences[0], 7)
-    batch = cache.view(sequences, cache.static_batch(Shape(3, 10, 6, 5)))
+    batch = cache.view(sequences, cache.static_batch(BatchShape(3, 10, 6, 5)))
     assert positions_of(batch).tolist() == [7, 8, 0, 1, 2, 3, 4, 0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
-def test_16_bits_err_like_transformers_in_16_bits(data, dtype, tmp_path):
-    """Both are judged by fp32; norms and rotations are rounded once here, so we may not be worse
-    (1.2: two draws of rounding errors scatter).
+def test_errors_in_16_bits_are_like_those_of_transformers(data, dtype, tmp_path):
+    """Both are compared with fp32. Norms and rotations are rounded once here, so the error must not
+    be larger (1.2: two samples of rounding errors scatter).
     """
     decoder = random_model(ModelConfig.from_hf(data), seed=7)
     other = twin(decoder, tmp_path)
@@ -243,13 +243,13 @@ def test_16_bits_err_like_transformers_in_16_bits(data, dtype, tmp_path):
         ({"vocab_size": 1.5}, "vocab_size=1.5 must be an integer"),
     ],
 )
-def test_configs_that_make_no_model_are_refused(llama, change, sentence):
+def test_invalid_configs_are_refused(llama, change, sentence):
     config = ModelConfig.from_hf(llama)
     with pytest.raises(ValueError, match=sentence):
         replace(config, **change)
 
 
-def test_questions_that_make_no_sense_are_refused(llama):
+def test_invalid_calls_are_refused(llama):
     decoder = random_model(ModelConfig.from_hf(llama))
     cu_seqlens = torch.tensor([0, 5], dtype=torch.int32)
     with pytest.raises(ValueError, match="both cu_seqlens and max_seqlen"):
@@ -264,5 +264,5 @@ def test_questions_that_make_no_sense_are_refused(llama):
 def test_learned_positions_end(data):
     decoder = random_model(ModelConfig.from_hf(data))
     assert decoder.full(tokens(1, 128)).shape == (1, 128, 48)
-    with pytest.raises(ValueError, match="129 tokens exceed the 128 positions"):
+    with pytest.raises(ValueError, match="129 tokens exceed the 128 learned positions"):
         decoder.full(tokens(1, 129))

@@ -1,4 +1,4 @@
-"""Which way a folder's model runs is known before anything of it is read but its type."""
+"""A folder's model_type alone decides whether its model runs natively or by transformers."""
 
 import pytest
 
@@ -11,12 +11,12 @@ def folder(path, text):
 
 
 @pytest.mark.parametrize("kind", models.FAMILIES)
-def test_families_of_our_own_are_native(kind, tmp_path):
+def test_families_of_the_decoder_are_native(kind, tmp_path):
     assert models.is_native(folder(tmp_path, f'{{"model_type": "{kind}"}}'))
     assert models.about(tmp_path) is None
 
 
-def test_any_other_is_slower_and_says_so(tmp_path):
+def test_other_families_are_slower_and_described_so(tmp_path):
     assert not models.is_native(folder(tmp_path, '{"model_type": "mixtral"}'))
     assert models.about(tmp_path) == f"{tmp_path} runs through transformers, slower:" + (
         " nothing is fused, and no step is recorded"
@@ -25,7 +25,7 @@ def test_any_other_is_slower_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"model_type": 3}'])
-def test_what_says_nothing_is_refused_by_our_own_reader(text, tmp_path):
+def test_a_folder_without_a_model_type_is_refused_by_the_native_loader(text, tmp_path):
     assert models.is_native(folder(tmp_path, text))
     with pytest.raises(ValueError, match="config.json|model_type"):
         models.inspect(tmp_path)

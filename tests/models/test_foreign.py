@@ -1,4 +1,4 @@
-"""A model of transformers over pages is that model, or it is refused."""
+"""A transformers model over pages gives the same logits, or it is refused."""
 
 import json
 import math
@@ -13,7 +13,7 @@ import onchip
 from onchip import UnsupportedError, models
 from onchip.kvcache import KVCache
 from onchip.models import foreign, positions_of, safetensors
-from tests.models import foreigners
+from tests.models import foreign_models
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +26,13 @@ def tokens(count, seed=0):
 
 
 def loaded(kind, folder, **options):
-    foreigners.model(kind).save_pretrained(folder)
+    foreign_models.model(kind).save_pretrained(folder)
     return models.load_foreign(folder, **options)
 
 
 def described(folder, kind, **fields):
-    """A folder with a config and one tensor that is none of the model's."""
-    foreigners.config(kind, **fields).save_pretrained(folder)
+    """A folder with a config and one tensor that is not of the model."""
+    foreign_models.config(kind, **fields).save_pretrained(folder)
     safetensors.write(folder / "model.safetensors", {"x": torch.zeros(3)})
     return folder
 
@@ -44,11 +44,11 @@ def edited(folder, **fields):
 
 
 @pytest.mark.parametrize("page_size", [1, 8])
-@pytest.mark.parametrize("kind", foreigners.SERVED)
+@pytest.mark.parametrize("kind", foreign_models.SERVED)
 @torch.no_grad()
 def test_a_packed_step_gives_the_logits_of_transformers(kind, page_size, tmp_path):
-    """Three sequences in odd chunks and token by token, past the windows, on pages that hold NaN
-    where nobody wrote. Logits are of order one to ten.
+    """Three sequences in odd chunks and token by token, past the windows, on pages with NaN
+    in every unwritten slot. Logits are of order one to ten.
     """
     one = loaded(kind, tmp_path)
     cache = KVCache(one.cache_spec(page_size), 200 // page_size + 8)
@@ -69,16 +69,16 @@ def test_a_packed_step_gives_the_logits_of_transformers(kind, page_size, tmp_pat
             cache.commit(sequences[i])
             parts[i].append(part)
     for text, part in zip(texts, parts, strict=True):
-        theirs = foreigners.model(kind)(torch.tensor([text]), use_cache=False).logits[0]
+        theirs = foreign_models.model(kind)(torch.tensor([text]), use_cache=False).logits[0]
         torch.testing.assert_close(one.logits(torch.cat(part)), theirs, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_every_type_of_transformers_is_itself_or_refused(tmp_path):
-    """As far as a small config of it is known."""
+def test_every_type_of_transformers_agrees_or_is_refused(tmp_path):
+    """For all types with a small config in this file."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as kinds
 
-    foreigners.quiet()
+    foreign_models.quiet()
     fates = {kind: fate(kind, tmp_path / kind) for kind in sorted(kinds)}
     assert [kind for kind, what in fates.items() if what == "differs"] == []
     assert list(fates.values()).count("served") >= 80
@@ -86,8 +86,8 @@ def test_every_type_of_transformers_is_itself_or_refused(tmp_path):
 
 def fate(kind, folder):
     try:
-        config = foreigners.most_of(kind)
-        theirs = config and foreigners.build(config)
+        config = foreign_models.most_of(kind)
+        theirs = config and foreign_models.build(config)
     except Exception:
         return "unknown"
     if theirs is None:
@@ -101,20 +101,24 @@ def fate(kind, folder):
 
 @torch.no_grad()
 def greedy_tokens_are_the_best(folder, theirs):
-    """Each token is the one that transformers finds most probable after those before it."""
+    """Each token is the most probable one of transformers after the tokens before it."""
     options = {"block_size": 4, "num_pages": 40, "max_num_seqs": 3, "max_num_batched_tokens": 9}
     prompts = [tokens(n, seed=n) for n in (4, 31, 1)]
     with onchip.LLM(models.load_foreign(folder), swap_space=0, **options) as llm:
         asked = onchip.SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
         outputs = llm.generate(prompts, asked, use_tqdm=False)
-    told = [
+    sequences = [
         prompt + list(o.outputs[0].token_ids) for prompt, o in zip(prompts, outputs, strict=True)
     ]
-    rows = [theirs(torch.tensor([text]), use_cache=False).logits[0].argmax(-1) for text in told]
-    return all(row[-15:-1].tolist() == text[-14:] for row, text in zip(rows, told, strict=True))
+    rows = [
+        theirs(torch.tensor([text]), use_cache=False).logits[0].argmax(-1) for text in sequences
+    ]
+    return all(
+        row[-15:-1].tolist() == text[-14:] for row, text in zip(rows, sequences, strict=True)
+    )
 
 
-def test_only_the_asked_rows_are_computed(tmp_path):
+def test_only_selected_rows_are_computed(tmp_path):
     one = loaded("olmo2", tmp_path)
     cache = KVCache(one.cache_spec(4), 20)
     sequence = cache.open()
@@ -128,7 +132,7 @@ def test_only_the_asked_rows_are_computed(tmp_path):
 
 
 def test_a_checkpoint_is_described_without_its_weights(tmp_path):
-    foreigners.model("gpt_oss").save_pretrained(tmp_path)
+    foreign_models.model("gpt_oss").save_pretrained(tmp_path)
     found = models.inspect_foreign(tmp_path)
     assert found.layout.windows == (7, None)
     assert found.layout.heads == (4, 2, 16, 16, torch.float32)
@@ -136,8 +140,8 @@ def test_a_checkpoint_is_described_without_its_weights(tmp_path):
     assert (found.config.vocab_size, found.config.num_layers) == (131, 2)
 
 
-def test_weights_may_lie_in_several_files(tmp_path):
-    foreigners.model("olmo2").save_pretrained(tmp_path, max_shard_size="60KB")
+def test_weights_may_be_in_several_files(tmp_path):
+    foreign_models.model("olmo2").save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert models.load_foreign(tmp_path).config.num_layers == 2
 
@@ -148,16 +152,16 @@ def test_keys_and_values_may_differ_in_width(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["olmo2", "gpt_oss"])
-def test_sixteen_bits_pass_the_rehearsal(kind, tmp_path):
+def test_16_bit_models_pass_the_self_check(kind, tmp_path):
     one = loaded(kind, tmp_path, dtype=torch.bfloat16)
     assert one.cache_spec().dtype == one.dtype == torch.bfloat16
 
 
-def test_nothing_is_fetched_and_no_code_of_a_checkpoint_is_run(monkeypatch, tmp_path):
+def test_nothing_is_downloaded_and_no_code_of_a_checkpoint_is_run(monkeypatch, tmp_path):
     def refuse(*args, **kwargs):
-        raise AssertionError("the network was asked")
+        raise AssertionError("the network was used")
 
-    foreigners.model("olmo2").save_pretrained(tmp_path)
+    foreign_models.model("olmo2").save_pretrained(tmp_path)
     (tmp_path / "code.py").write_text("raise AssertionError('code of a checkpoint was run')")
     edited(tmp_path, auto_map={"AutoModelForCausalLM": "code.Model", "AutoConfig": "code.Config"})
     for name in ("connect", "connect_ex"):
@@ -172,11 +176,11 @@ REFUSED = {
     "xglm": ({}, "XGLMModel runs attention of its own"),
     "doge": ({}, "computes with its masks"),
     "jetmoe": ({}, "before it is loaded"),
-    "mamba": ({}, "remember more than keys and values"),
-    "jamba": ({}, "remember more than keys and values"),
+    "mamba": ({}, "keep more state than keys and values"),
+    "jamba": ({}, "keep more state than keys and values"),
     "deepseek_v32": (
-        {**foreigners._HEADS_OF_MLA, "head_dim": 8},
-        "remember more than keys and values",
+        {**foreign_models._HEADS_OF_MLA, "head_dim": 8},
+        "keep more state than keys and values",
     ),
     "openai-gpt": ({}, "OpenAIGPTModel runs attention of its own"),
     "bert": ({}, "neither causal"),
@@ -200,36 +204,36 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_pages_cannot_hold_is_refused_by_the_config(kind, tmp_path):
-    """With no weights there: before anything is allocated."""
+def test_models_that_pages_cannot_serve_are_refused_by_their_config(kind, tmp_path):
+    """Without weights in the folder, so before anything is allocated."""
     fields, sentence = REFUSED[kind]
     with pytest.raises(UnsupportedError, match=sentence) as error:
         models.inspect_foreign(described(tmp_path, kind, **fields))
     assert f"model_type={kind!r}" in str(error.value)
 
 
-def test_a_type_that_nobody_knows(tmp_path):
+def test_an_unknown_type_is_refused(tmp_path):
     described(tmp_path, "olmo2")
     with pytest.raises(UnsupportedError, match="model_type='novel'.*transformers 5"):
         models.inspect_foreign(edited(tmp_path, model_type="novel"))
 
 
-def test_positions_that_a_model_counts_for_itself_fail_the_rehearsal(tmp_path):
-    """RoBERTa's begin after the id of its padding: what is given from 0 on is another place."""
-    kind = foreigners.config("roberta", is_decoder=True)
-    foreigners.build(kind).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedError, match="in a rehearsal its logits"):
+def test_a_model_with_other_positions_fails_the_self_check(tmp_path):
+    """RoBERTa's positions begin after the id of its padding, not at 0."""
+    kind = foreign_models.config("roberta", is_decoder=True)
+    foreign_models.build(kind).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="in a self check its logits"):
         models.load_foreign(tmp_path)
 
 
-def test_an_option_that_is_not_known_is_refused(tmp_path, monkeypatch):
+def test_an_unknown_option_is_refused(tmp_path, monkeypatch):
     from transformers.models.olmo2 import modeling_olmo2
 
     attend = modeling_olmo2.ALL_ATTENTION_FUNCTIONS.get_interface
 
     def with_a_bias(self, name, default):
         function = attend(name, default)
-        return lambda *args, **said: function(*args, **said, position_bias=torch.zeros(1))
+        return lambda *args, **keywords: function(*args, **keywords, position_bias=torch.zeros(1))
 
     monkeypatch.setattr(type(modeling_olmo2.ALL_ATTENTION_FUNCTIONS), "get_interface", with_a_bias)
     with pytest.raises(UnsupportedError, match="position_bias"):
@@ -250,15 +254,15 @@ def test_quantised_weights_adapters_and_pickles_are_refused(tmp_path):
 
 
 def test_a_config_is_bounded_by_the_files(tmp_path):
-    foreigners.model("olmo2").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedError, match="asks for .* weights, the files hold"):
+    foreign_models.model("olmo2").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="needs .* weights, the files hold"):
         models.inspect_foreign(edited(tmp_path, vocab_size=10**9))
     with pytest.raises(UnsupportedError, match="1000000000 layers"):
         models.inspect_foreign(edited(tmp_path, num_hidden_layers=10**9))
 
 
-def test_weights_that_are_missing_are_not_made_up(tmp_path):
-    foreigners.model("olmo2").save_pretrained(tmp_path)
+def test_missing_weights_are_refused(tmp_path):
+    foreign_models.model("olmo2").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     entries, mapped = safetensors.header(file), safetensors.map_file(file)
     held = {name: safetensors.read(entry, mapped).clone() for name, entry in entries.items()}
@@ -268,7 +272,7 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path):
         models.load_foreign(tmp_path)
 
 
-def test_transformers_is_named_where_it_is_not_installed(tmp_path, monkeypatch):
+def test_the_error_names_transformers_if_it_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     described_elsewhere = tmp_path / "config.json"
     described_elsewhere.write_text('{"model_type": "olmo2"}')

@@ -1,9 +1,9 @@
-"""The decoder on a GPU: what the CPU computes, replayed from a graph, in bf16."""
+"""The decoder on a GPU: the results of the CPU, replay from a graph, bf16."""
 
 import pytest
 import torch
 
-from onchip.kvcache import KVCache, Shape
+from onchip.kvcache import BatchShape, KVCache
 from onchip.models import ModelConfig, positions_of, random_model
 
 pytestmark = pytest.mark.gpu
@@ -42,13 +42,13 @@ def test_fp32_on_the_gpu_is_fp32_on_the_cpu(data):
 
 @torch.no_grad()
 def test_a_step_replays_from_a_graph(data):
-    """Decoding five tokens of three sequences in a batch with room for four: captured once,
+    """Decoding five tokens of three sequences in a batch of size four: captured once,
     replayed with other lengths; no step waits for the host.
     """
     exact, decoder = on_gpu(data, torch.bfloat16)
     cache = KVCache(decoder.cache_spec(16), 64)
     _, sequences, _ = prefill(decoder, cache, [41, 5, 70])
-    batch = cache.static_batch(Shape(4, 4, 16, 1))
+    batch = cache.static_batch(BatchShape(4, 4, 16, 1))
     tokens = torch.zeros(4, dtype=torch.int64, device="cuda")
     step = lambda: decoder.logits(decoder(tokens, positions_of(batch), batch, cache))
     step()  # kernels are compiled and frequencies computed before the capture
@@ -66,10 +66,10 @@ def test_a_step_replays_from_a_graph(data):
     assert logits.dtype == torch.float32
     best, plain = last_logits(exact, sequences), last_logits(decoder, sequences)
     rms = lambda rows: (rows.cpu() - best).square().mean().sqrt()
-    assert rms(logits[:3]) <= 1.2 * rms(plain)  # two draws of rounding errors scatter
+    assert rms(logits[:3]) <= 1.2 * rms(plain)  # two samples of rounding errors scatter
 
 
 def last_logits(decoder, sequences):
-    """After the last token of each, from whole sequences."""
+    """Logits after the last token of each, from whole sequences."""
     texts = [torch.tensor([s.tokens], device=decoder.embed.device) for s in sequences]
     return torch.stack([decoder.logits(decoder.full(text))[0, -1] for text in texts])

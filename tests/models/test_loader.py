@@ -1,4 +1,4 @@
-"""Checkpoints: what was stored is loaded, and what is wrong is said before it is allocated."""
+"""Checkpoints: stored weights are loaded, and errors are raised before anything is allocated."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def folder(llama, tmp_path):
 
 
 def tensors(folder):
-    """Everything that a folder stores, to be stored again with a change."""
+    """All tensors of a folder, to store them again with a change."""
     file = folder / SINGLE
     mapped = safetensors.map_file(file)
     return {
@@ -54,14 +54,14 @@ def with_header(file, header, data):
 
 
 def refused(folder, *words):
-    """Refused by `inspect`, which allocates nothing, in a sentence that has these words."""
+    """Refused by `inspect`, which allocates nothing, with an error that contains these words."""
     with pytest.raises(ValueError) as caught:
         models.inspect(folder)
     for word in words:
         assert word in str(caught.value), caught.value
 
 
-def test_what_was_saved_is_loaded(data, tmp_path):
+def test_a_saved_model_is_loaded(data, tmp_path):
     decoder = random_model(ModelConfig.from_hf(data), seed=3)
     models.save(decoder, tmp_path)
     loaded = models.load(tmp_path)
@@ -71,8 +71,8 @@ def test_what_was_saved_is_loaded(data, tmp_path):
     assert same(decoder.to(torch.bfloat16), again)
 
 
-def test_what_transformers_saved_is_loaded(data, tmp_path):
-    """Shards with an index; logits as there."""
+def test_a_model_saved_by_transformers_is_loaded(data, tmp_path):
+    """Shards with an index; the logits equal those of transformers."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**data)
@@ -86,7 +86,7 @@ def test_what_transformers_saved_is_loaded(data, tmp_path):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_the_reference_implementation_reads_what_is_written(tmp_path):
+def test_the_reference_implementation_reads_our_files(tmp_path):
     reference = pytest.importorskip("safetensors.torch")
     kinds = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     stored = {str(d): torch.randn(3, 5).to(d) for d in kinds} | {"scalar": torch.tensor(2.0)}
@@ -97,7 +97,7 @@ def test_the_reference_implementation_reads_what_is_written(tmp_path):
     assert all(torch.equal(loaded[name], stored[name]) for name in stored)
 
 
-def test_elements_that_are_not_aligned_are_read(folder):
+def test_unaligned_elements_are_read(folder):
     decoder = models.load(folder)
     header, data = header_of(folder / SINGLE)
     text = json.dumps(header).encode()
@@ -106,8 +106,8 @@ def test_elements_that_are_not_aligned_are_read(folder):
     assert same(decoder, models.load(folder))
 
 
-def test_the_share_of_a_rank_is_a_cut_of_every_piece(folder):
-    """Heads and columns of both ranks, put together piece by piece, are the whole."""
+def test_a_shard_is_a_slice_of_every_projection(folder):
+    """Heads and columns of both ranks, joined projection by projection, are the whole model."""
     whole, parts = models.load(folder), [models.load(folder, rank=r, world_size=2) for r in (0, 1)]
     config = whole.config
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -129,16 +129,16 @@ def test_the_share_of_a_rank_is_a_cut_of_every_piece(folder):
 def test_sizes_that_do_not_divide_are_refused(folder):
     with pytest.raises(ValueError, match="num_heads=4 cannot be divided among 3 ranks"):
         models.load(folder, world_size=3)
-    with pytest.raises(ValueError, match="rank=2 must lie in"):
+    with pytest.raises(ValueError, match="rank=2 must be in"):
         models.load(folder, rank=2, world_size=2)
 
 
-def test_a_share_is_not_saved(folder, tmp_path):
+def test_a_shard_cannot_be_saved(folder, tmp_path):
     with pytest.raises(ValueError, match="only a whole model"):
         models.save(models.load(folder, world_size=2), tmp_path / "other")
 
 
-def test_the_tokenizer_is_handed_on(folder):
+def test_the_tokenizer_file_is_found(folder):
     assert models.inspect(folder).tokenizer_file is None
     (folder / "tokenizer.json").write_text("{}")
     assert models.inspect(folder).tokenizer_file == folder / "tokenizer.json"
@@ -178,7 +178,7 @@ def test_a_missing_tensor_is_named(folder):
 
 def test_an_unexpected_tensor_is_named(folder):
     rewrite(folder, lambda t: t.update({"model.layers.3.extra": torch.ones(2)}))
-    refused(folder, "no place", "model.layers.3.extra")
+    refused(folder, "not part of the model", "model.layers.3.extra")
 
 
 def test_a_wrong_shape_is_named(folder):
@@ -187,7 +187,7 @@ def test_a_wrong_shape_is_named(folder):
     refused(folder, name, "(24, 47)", "(24, 48)")
 
 
-def test_a_type_that_is_no_weight_is_named(folder):
+def test_an_unsupported_dtype_is_named(folder):
     file = folder / SINGLE
     header, data = header_of(file)
     header["model.norm.weight"]["dtype"] = "I16"
@@ -206,9 +206,9 @@ def test_a_truncated_file_is_refused(folder):
     [b"", b"\x05", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 900) + b"{}"],
     ids=["empty", "no length", "a huge header", "a cut header"],
 )
-def test_what_is_no_safetensors_file_is_refused(folder, raw):
+def test_a_file_that_is_not_safetensors_is_refused(folder, raw):
     (folder / SINGLE).write_bytes(raw)
-    refused(folder, "is no safetensors file")
+    refused(folder, "is not a safetensors file")
 
 
 @pytest.mark.parametrize(
@@ -224,27 +224,27 @@ def test_what_is_no_safetensors_file_is_refused(folder, raw):
         ({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 8]}}, "8 bytes for F32"),
     ],
 )
-def test_a_header_that_lies_is_refused(folder, header, words):
+def test_an_invalid_header_is_refused(folder, header, words):
     with_header(folder / SINGLE, header, b"\0" * 8)
     refused(folder, words)
 
 
 def test_a_pickle_is_not_read(folder):
-    """Neither under its own name nor under ours."""
+    """Neither under its own name nor as .safetensors."""
     bomb = pickle.dumps({"weight": 1})
     (folder / SINGLE).unlink()
     (folder / "pytorch_model.bin").write_bytes(bomb)
     refused(folder, "pytorch_model.bin", "a pickle can run code")
     (folder / SINGLE).write_bytes(bomb)
-    refused(folder, "is no safetensors file")
+    refused(folder, "is not a safetensors file")
     torch.save({"weight": torch.ones(3)}, folder / SINGLE)
-    refused(folder, "is no safetensors file")
+    refused(folder, "is not a safetensors file")
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/a.safetensors", ".."])
 def test_an_index_stays_in_its_folder(folder, name):
     (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-    refused(folder, repr(name), "no .safetensors file of the folder")
+    refused(folder, repr(name), "not a .safetensors file of the folder")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_an_index_stays_in_its_folder(folder, name):
         ([], "no weight_map"),
     ],
 )
-def test_an_index_that_lies_is_refused(folder, index, words):
+def test_an_invalid_index_is_refused(folder, index, words):
     (folder / INDEX).write_text(json.dumps(index))
     refused(folder, words)
 
@@ -272,22 +272,22 @@ def test_folders_without_a_model_are_refused(folder, tmp_path):
     refused(folder, "config.json is not JSON")
 
 
-def test_weights_have_a_type_that_is_served(folder):
+def test_unsupported_dtypes_are_refused(folder):
     with pytest.raises(ValueError, match="dtype torch.int8 is not one of"):
         models.load(folder, dtype=torch.int8)
 
 
-def test_a_config_cannot_make_us_allocate(folder):
-    """Sizes are compared with the file before anything of that size exists."""
+def test_a_config_cannot_cause_large_allocations(folder):
+    """Sizes are compared with the file before anything of that size is allocated."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 2**31 - 1}))
-    refused(folder, "the config says (2147483647, 48)")
+    refused(folder, "the config implies (2147483647, 48)")
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
     refused(folder, "num_hidden_layers=1000000000 exceeds 4096")
 
 
 def test_damaged_headers_are_refused_or_harmless(folder):
-    """Any byte of the header may be any other: a ValueError, or a model of the right shapes."""
+    """With any byte of the header changed: a ValueError, or a model of the right shapes."""
     file, generator = folder / SINGLE, torch.Generator().manual_seed(0)
     shapes = [p.shape for p in models.load(folder).parameters()]
     raw = file.read_bytes()
@@ -307,7 +307,7 @@ def test_damaged_headers_are_refused_or_harmless(folder):
 
 @pytest.mark.parametrize("name", ["config.json", SINGLE, INDEX, "shard.safetensors"])
 def test_a_fifo_in_the_folder_is_refused(folder, name):
-    """It would wait for a writer."""
+    """Opening it would wait for a writer."""
     if name == "shard.safetensors":
         (folder / INDEX).write_text(json.dumps({"weight_map": {"norm": name}}))
     (folder / name).unlink(missing_ok=True)
@@ -323,7 +323,7 @@ def test_a_folder_that_transformers_reads_holds_regular_files(folder):
 
 
 def test_tensors_that_overlap_are_refused(folder):
-    """A file of megabytes asked for gigabytes."""
+    """A file of megabytes could allocate gigabytes."""
     header, data = header_of(folder / SINGLE)
     names = [n for n in header if n.endswith("mlp.up_proj.weight")]
     header[names[1]]["data_offsets"] = header[names[0]]["data_offsets"]

@@ -1,4 +1,4 @@
-"""What a config shows is refused before a model is built from it."""
+"""Unsupported configs are refused before a model is built."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ class RecurrentLayer:
 
 
 def source(layers=(DynamicLayer,), **fields):
-    """A config, and the library that makes a cache of it."""
+    """A config, and a library that makes a cache for it."""
     text = SimpleNamespace(num_hidden_layers=len(layers), rope_parameters=None)
     vars(text).update(fields)
     text.get_text_config = lambda: text
@@ -34,7 +34,7 @@ def test_an_ordinary_config_passes():
     ("layers", "fields", "sentence"),
     [
         ((DynamicLayer,), {"is_encoder_decoder": True}, "it has an encoder"),
-        ((DynamicLayer, RecurrentLayer), {}, r"more than keys and values \(RecurrentLayer\)"),
+        ((DynamicLayer, RecurrentLayer), {}, r"more state than keys and values \(RecurrentLayer\)"),
         ((DynamicLayer,), {"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         (
             (DynamicLayer,),
@@ -43,12 +43,12 @@ def test_an_ordinary_config_passes():
         ),
     ],
 )
-def test_what_pages_cannot_hold_does_not(layers, fields, sentence):
+def test_configs_that_pages_cannot_serve_are_refused(layers, fields, sentence):
     with pytest.raises(UnsupportedError, match=sentence):
         check_config(*source(layers, **fields))
 
 
 @pytest.mark.parametrize("count", [0, 4097, 10**9])
-def test_layers_are_counted_before_they_are_listed(count):
+def test_layers_are_counted_before_a_list_is_built(count):
     with pytest.raises(ValueError, match=f"{count} layers"):
         check_config(*source(num_hidden_layers=count))

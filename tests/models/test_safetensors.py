@@ -12,7 +12,7 @@ import torch
 from onchip.models import safetensors
 
 
-def test_tensors_of_any_size_and_order_come_back(tmp_path):
+def test_tensors_of_any_size_and_order_are_read_back(tmp_path):
     """Three bf16 numbers before an fp64 one: it is not aligned to its size."""
     file = tmp_path / "odd.safetensors"
     tensors = {
@@ -47,7 +47,7 @@ def packed(header, data=b"", length=None):
 
 ONE = b'"%s":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
 BYTES = bytes(32)
-# name -> (file, whether it is served)
+# name -> (file, whether it is accepted)
 FILES = {
     "one tensor": (packed({"a": tensor([2], [0, 8])}, BYTES[:8]), True),
     "in any order": (
@@ -106,7 +106,7 @@ FILES = {
     "a list": (packed([1]), False),
     "blanks": (packed(b"  {" + ONE % b"a" + b"}   ", BYTES[:8]), True),
 }
-# Refused here alone, and why.
+# Refused here alone, with the reason.
 STRICTER = {
     "name twice": packed(b"{" + ONE % b"a" + b"," + ONE % b"a" + b"}", BYTES[:8]),
     "another field": packed({"a": tensor([2], [0, 8], x=1)}, BYTES[:8]),
@@ -132,7 +132,7 @@ def theirs(file):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_header_is_served_or_refused_as_by_the_package(name, tmp_path):
+def test_a_header_is_accepted_or_refused_as_by_the_package(name, tmp_path):
     raw, served = FILES[name]
     file = tmp_path / "any.safetensors"
     file.write_bytes(raw)
@@ -140,14 +140,14 @@ def test_a_header_is_served_or_refused_as_by_the_package(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", STRICTER)
-def test_what_is_refused_here_alone(name, tmp_path):
+def test_some_headers_are_refused_here_alone(name, tmp_path):
     file = tmp_path / "any.safetensors"
     file.write_bytes(STRICTER[name])
     assert ours(file) is None and theirs(file) is not None
 
 
 def mutate(chance, header):
-    """One thing changed in a header of three tensors that cover 24 bytes."""
+    """One change in a header of three tensors that cover 24 bytes."""
     name = chance.choice(list(header))
     entry, number = header[name], chance.choice([0, 1, 2, 4, 8, 12, 16, 24, 25, 2**40, 2**64, -4])
     change = chance.randrange(6)
@@ -166,12 +166,12 @@ def mutate(chance, header):
 
 
 def overflows(header):
-    """The one way of `STRICTER` that `mutate` can take."""
+    """The one case of `STRICTER` that `mutate` can produce."""
     sizes = [math.prod(n for n in e["shape"] if n) for e in header.values() if 0 in e["shape"]]
     return max(sizes, default=0) >= 2**63
 
 
-def test_mutated_headers_are_served_or_refused_as_by_the_package(tmp_path):
+def test_mutated_headers_are_accepted_or_refused_as_by_the_package(tmp_path):
     chance, file, counts = random.Random(0), tmp_path / "any.safetensors", [0, 0]
     whole = {
         "a": tensor([2], [0, 8]),

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import onchip
 from onchip import models
-from onchip.models import ModelConfig, Part, random_model
+from onchip.models import ModelConfig, Shard, random_model
 from onchip.parallel.tensor import TensorParallelGroup
 
 LLAMA = {
@@ -76,7 +76,7 @@ def test_two_ranks_equal_one(tmp_path):
 def test_sizes_that_do_not_divide_are_refused(change, world_size, sentence):
     config = ModelConfig.from_hf(LLAMA | change)
     with pytest.raises(ValueError, match=sentence):
-        models.Decoder(config, part=Part(0, world_size))
+        models.Decoder(config, shard=Shard(0, world_size))
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def single_rank_mesh(tmp_path):
 def test_wrong_parts_and_meshes_are_refused(single_rank_mesh):
     config = ModelConfig.from_hf(LLAMA)
     with pytest.raises(ValueError, match="Part\\(rank=0, world_size=2\\), this is rank 0 of 1"):
-        TensorParallelGroup(single_rank_mesh).connect(models.Decoder(config, part=Part(0, 2)))
+        TensorParallelGroup(single_rank_mesh).connect(models.Decoder(config, part=Shard(0, 2)))
     with pytest.raises(ValueError, match="the mesh has 2 dimensions"):
         TensorParallelGroup(init_device_mesh("cpu", (1, 1)))
     group = TensorParallelGroup(single_rank_mesh)

@@ -11,7 +11,7 @@ import torch
 
 from onchip.integrations import transformers as adapter
 from tests.integrations import families
-from tests.models.foreigners import quiet
+from tests.models.foreign_models import quiet
 
 _TIMES = ("runtime", "per_second", "time", "flos")
 SMALL = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2}

@@ -17,7 +17,7 @@ from onchip.cli.bench import gpu
 from onchip.cli.bench.harness import Case, Inaccurate, Row, Session, hold
 from onchip.cli.bench.measure import peak_extra_bytes, seconds
 from onchip.fold import offload
-from onchip.kvcache import Family, HostTier, KVCache, NoRoom, Sequence, Spec
+from onchip.kvcache import HostTier, KVCache, NoRoom, Sequence, SequenceGroup, Spec
 from onchip.testing import oracle, rmse
 
 PROMPT = 50_000  # tokens of a prefix that is found again
@@ -71,7 +71,7 @@ class Swapper:
         self.cache = KVCache(spec, num_pages + 1, prefix_reuse=False)
         self.tier = HostTier(self.cache, num_pages)
         self.sequence = self._sequence(num_tokens)
-        self.family: Family | None = None
+        self.family: SequenceGroup | None = None
         self.num_bytes = num_pages * spec.page_bytes
         self.link = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
         self.host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")

@@ -27,6 +27,7 @@ from onchip.kernels.hopper.tensors import (
 )
 from onchip.kernels.runtime.counters import counter
 from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.strips import MaskStrips, strips_of
 from onchip.kernels.tiles import (
     HOPPER_FORWARD_SHORT,
     HOPPER_FORWARD_SPARSE,
@@ -37,7 +38,6 @@ from onchip.kernels.tiles import (
     hopper_width,
 )
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.strips import Strips, strips_of
 
 _forward_kernel = Handle(forward_kernel)
 
@@ -102,7 +102,7 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
     )
 
 
-def _walk(problem: Problem, mask: BlockMask | None) -> tuple[HopperConfig, Strips | None]:
+def _walk(problem: Problem, mask: BlockMask | None) -> tuple[HopperConfig, MaskStrips | None]:
     """How a call is computed, and the strips of its mask if three consumers walk them."""
     config = hopper_forward_of(problem)
     if mask is None or config.consumers == 2:
@@ -113,7 +113,7 @@ def _walk(problem: Problem, mask: BlockMask | None) -> tuple[HopperConfig, Strip
     return config, strips
 
 
-def _mask_arguments(mask: BlockMask | None, strips: Strips | None, anything: Tensor) -> tuple:
+def _mask_arguments(mask: BlockMask | None, strips: MaskStrips | None, anything: Tensor) -> tuple:
     """(pointers, strides) of a mask: its lists of block rows, or those of its strips."""
     if mask is None or strips is None:
         rows, tiles = (None, None) if mask is None else (mask.rows, mask.tiles)

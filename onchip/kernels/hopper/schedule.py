@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels import strips
 from onchip.kernels.hopper.pipe import LANES, Lookups, make_lookups
-from onchip.masks import strips
 
 
 @aggregate
@@ -362,7 +362,7 @@ class Blocks:
 @aggregate
 class Strips:
     """A block mask by strips of the queries of three consumers, and its bit tiles: see
-    onchip/masks/strips.py.
+    onchip/kernels/strips.py.
     """
 
     heads: gl.tensor

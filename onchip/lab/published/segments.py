@@ -143,7 +143,7 @@ def shares(length: int, num: int) -> list[Span]:
 
 def _segment(plane: Plane, rows: Span, keys: Span) -> Plane:
     shifted = lambda old, new: slice((old.start or 0) + new[0], (old.start or 0) + new[1])
-    rule = plane.visibility.part(rows, keys)
+    rule = plane.visibility.restrict(rows, keys)
     return plane._replace(
         rows=shifted(plane.rows, rows), keys=shifted(plane.keys, keys), visibility=rule
     )

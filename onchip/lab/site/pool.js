@@ -73,7 +73,7 @@ lab.twin = (() => {
       return this.register(pages.slice(), pages.length * this.pageSize);
     }
 
-    graft(table, source, count) {
+    copyPartialPage(table, source, count) {
       const free = this.numFree - (this.refs[source] ? 0 : 1);  // it must not be taken for its own copy
       if (!free) return new NoRoom(1, free);
       this.pin(source);
@@ -313,7 +313,7 @@ lab.twin = (() => {
       const tokens = words.map((word) => this.id(word));
       const root = this.index.root(), hit = this.index.match(tokens, root);
       const table = this.pool.adopt(hit.pages);
-      const came = this.graft(table, hit.source, hit.copied), start = table.length;
+      const came = this.copyPartialPage(table, hit.source, hit.copied), start = table.length;
       const grown = this.pool.extend(table, tokens.length - start);
       if (grown instanceof NoRoom) {
         this.pool.free(table);
@@ -326,8 +326,8 @@ lab.twin = (() => {
       return found(name, tokens.length, hit.pages.length, came);
     }
 
-    graft(table, source, count) {
-      const copies = source === null ? [] : this.pool.graft(table, source, count);
+    copyPartialPage(table, source, count) {
+      const copies = source === null ? [] : this.pool.copyPartialPage(table, source, count);
       if (copies instanceof NoRoom || !copies.length) return 0;
       this.copy(copies);
       return count;

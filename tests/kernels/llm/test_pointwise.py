@@ -7,7 +7,7 @@ import torch
 
 from onchip.kvcache import KVCache
 from onchip.models import ModelConfig, decoder, pointwise, positions_of, random_model
-from onchip.models.rotary import Rotary, rotate, turns
+from onchip.models.rotary import Rotary, cos_sin, rotate
 from onchip.quant.kv8 import quantise
 from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
 from tests.kv8 import FORMS
@@ -123,7 +123,7 @@ def step(sizes, dtype, tokens=5):
     turn = None
     if turned:
         positions = torch.randint(0, 5000, (tokens,), device=DEVICE)
-        turn = turns(Rotary(1e4, turned), positions)
+        turn = cos_sin(Rotary(1e4, turned), positions)
     weights = randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype)
     pool = randn(2, 12, page_size, num_kv_heads, head_dim, dtype=dtype)
     slots = torch.randperm(9 * page_size)[:tokens].int()

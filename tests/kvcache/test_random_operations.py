@@ -1,5 +1,5 @@
-"""Random lives of sequences against a naive model: no leak, no double free, and bytes read back are
-the bytes written, whatever is forked, rolled back, cancelled, evicted or swapped.
+"""Random operations against a naive model: no leak, no double free, and bytes read back are the
+bytes written, with any mix of fork, rollback, cancellation, eviction and swapping.
 """
 
 import random
@@ -9,15 +9,15 @@ from hashlib import blake2b, sha256
 import pytest
 import torch
 
-from onchip.kvcache import Family, HostTier, KVCache, NoRoom, Spec
+from onchip.kvcache import HostTier, KVCache, NoRoom, SequenceGroup, Spec
 
 LAYERS = 2
 SALTS = ("blue", "gold")
 
 
 def content(salt, tokens):
-    """The number that stands for keys and values at each position: it depends on all that came
-    before, and on the tenant.
+    """The number written as keys and values at each position: a hash of the salt and of all tokens
+    up to it.
     """
     state, values = salt.encode(), []
     for token in tokens:
@@ -26,8 +26,8 @@ def content(salt, tokens):
     return torch.tensor(values, dtype=torch.float64)
 
 
-class Model:
-    """The cache under test, and what a naive list of lists says it holds."""
+class CacheModel:
+    """The cache under test, and a naive list of lists with its expected contents."""
 
     def __init__(self, late, seed, num_pages, page_size, max_seqs, host_pages):
         self.random = random.Random(seed)
@@ -38,8 +38,8 @@ class Model:
         self.tier = HostTier(self.cache, host_pages, chunk_pages=3)
         late(self.tier)
         self.live = {}  # sequence -> (salt, tokens)
-        self.away = {}  # family -> the same, for each sequence
-        self.unpublished = set()  # came home since their last commit
+        self.away = {}  # swapped-out group -> the same, for each sequence
+        self.unpublished = set()  # swapped in since their last commit
         self.prompts = [[]]
         self.histories = {}  # key -> (salt, tokens)
         self.seen = dict.fromkeys(
@@ -57,7 +57,7 @@ class Model:
         return self.random.choice(list(self.live)) if self.live else None
 
     def guarded(self, call, *args):
-        """The answer of a call; if it is NoRoom, the state is the one before."""
+        """The result of a call; after NoRoom, the state must be unchanged."""
         self.tier.poll()
         before = self.snapshot()
         answer = call(*args)
@@ -85,11 +85,11 @@ class Model:
         self.extend(sequence, prompt[sequence.length :])
 
     def remember(self, tokens):
-        """What was here once is asked for again."""
+        """Keep a prompt, so that a later request may repeat it."""
         self.prompts = [*self.prompts[-20:], list(tokens)]
 
     def least_hit(self, prompt, salt):
-        """Full pages that a live sequence has committed must be found."""
+        """The number of tokens in full pages that a live sequence has committed: a lower bound."""
         best, size = 0, self.cache.spec.page_size
         for sequence, (_, tokens) in self.live.items():
             findable = sequence.chain.root == self.cache.prefix.root(salt)
@@ -119,16 +119,16 @@ class Model:
                 self.live[sequence][1].extend(more)
 
     def append_or_reserve(self, chosen, tokens):
-        """Ids with their slots, or after them."""
+        """Append ids together with their slots, or reserve the slots first."""
         if self.random.random() < 0.5:
             return self.cache.append_all(chosen, tokens)
         full = self.cache.reserve_each(chosen)
         for sequence, more in zip(chosen, tokens, strict=True) if full is None else ():
-            self.cache.tell(sequence, more)
+            self.cache.append_tokens(sequence, more)
         return full
 
     def step(self):
-        """Write what is not computed of some sequences, then commit most of them."""
+        """Write the tokens of some sequences that are not computed, then commit most of them."""
         chosen = self.random.sample(list(self.live), self.random.randrange(len(self.live) + 1))
         batch = self.cache.view(chosen)
         values = [content(*self.live[s])[s.computed :] for s in chosen]
@@ -138,7 +138,7 @@ class Model:
             self.cache.write(layer, k, -values[:, None, None] - layer, batch.slot_mapping)
         for sequence in chosen:
             if self.random.random() < 0.9:
-                self.learn(sequence)
+                self.record_keys(sequence)
                 length = self.random.choice((None, sequence.computed, sequence.length))
                 self.cache.commit(sequence, length)
                 self.unpublished.discard(sequence)
@@ -162,7 +162,7 @@ class Model:
             del self.live[sequence][1][length:]
 
     def free(self):
-        """Finished, or cancelled with tokens that were never computed."""
+        """Free a sequence that finished, or one that was cancelled before it was computed."""
         if sequence := self.pick():
             self.remember(self.live[sequence][1])
             self.cache.free(sequence)
@@ -179,27 +179,27 @@ class Model:
             list(self.live), self.random.randrange(1, 3) % len(self.live) or 1
         )
         try:
-            family = self.guarded(self.tier.swap_out, chosen)
+            group = self.guarded(self.tier.swap_out, chosen)
         except ValueError as error:
-            assert "in all" in str(error)
+            assert "exceed the host tier" in str(error)
             return
-        if isinstance(family, Family):
+        if isinstance(group, SequenceGroup):
             self.seen["group"] += len(chosen) > 1
-            self.away[family] = [self.live.pop(sequence) for sequence in chosen]
+            self.away[group] = [self.live.pop(sequence) for sequence in chosen]
 
     def swap_in(self):
         if not self.away:
             return
-        family = self.random.choice(list(self.away))
-        if self.guarded(self.tier.swap_in, family) is None:
-            self.live |= zip(family.sequences, self.away.pop(family), strict=True)
-            self.unpublished.update(family.sequences)
+        group = self.random.choice(list(self.away))
+        if self.guarded(self.tier.swap_in, group) is None:
+            self.live |= zip(group.sequences, self.away.pop(group), strict=True)
+            self.unpublished.update(group.sequences)
 
     def discard(self):
         if self.away and self.random.random() < 0.3:
-            family = self.random.choice(list(self.away))
-            self.tier.discard(family)
-            del self.away[family]
+            group = self.random.choice(list(self.away))
+            self.tier.discard(group)
+            del self.away[group]
 
     def copies_happen(self):
         self.tier._mover.run()
@@ -207,15 +207,15 @@ class Model:
     def check(self):
         self.cache.check()
         tables = {s.table for s in self.live}
-        tables |= {s.table for family in self.away for s in family.sequences}
+        tables |= {s.table for group in self.away for s in group.sequences}
         assert tables == self.cache.pool.tables
-        assert set(self.away) == self.tier.families
-        used = sum(len(family.chunks) for family in self.away)
+        assert set(self.away) == self.tier.groups
+        used = sum(len(group.chunks) for group in self.away)
         used += sum(len(f.chunks) for _, f in self.tier._moving if f not in self.away)
         assert used * 3 == self.tier.capacity - self.tier.num_free
 
     def check_bytes(self):
-        """Every computed token of every live sequence, read through the page table of the view."""
+        """Read every computed token of every live sequence through the page table of the view."""
         sequences = list(self.live)
         if not sequences:
             return
@@ -231,15 +231,15 @@ class Model:
                 assert torch.equal(v[:, 0], -expected - layer)
 
     def check_published(self):
-        """A page always holds what it is published as."""
+        """Each published page holds the tokens that it is published under."""
         index = self.cache.prefix
         for page, entry in index._entries.items():
             salt, before = self.histories[entry.parent]
             expected = content(salt, [*before, *array("q", entry.ids)])[len(before) :]
             assert torch.equal(self.cache.layer(0)[0][page, : len(expected), 0, 0], expected)
 
-    def learn(self, sequence):
-        """The key of each history of full pages, by the definition."""
+    def record_keys(self, sequence):
+        """Record the key of each history of full pages, by the definition."""
         salt, tokens = self.live[sequence]
         size, key = self.cache.spec.page_size, sequence.chain.root
         for start in range(0, len(tokens) + 1, size):
@@ -248,10 +248,10 @@ class Model:
             key = sha256(key + array("q", [8 * len(page)]).tobytes() + page.tobytes()).digest()
 
     def finish(self):
-        """Everything goes: nothing may stay behind."""
+        """Free all sequences: no page may stay in use."""
         self.tier.synchronize()
-        for family in list(self.away):
-            self.tier.discard(family)
+        for group in list(self.away):
+            self.tier.discard(group)
         for sequence in list(self.live):
             self.cache.free(sequence)
         self.cache.check()
@@ -276,8 +276,8 @@ MOVES = {
 }
 
 
-def blast(late, steps, seed, **sizes):
-    model = Model(late, seed, **sizes)
+def run_random_operations(late, steps, seed, **sizes):
+    model = CacheModel(late, seed, **sizes)
     evicted = model.cache.prefix._remove
 
     def forget(page):
@@ -298,8 +298,10 @@ def blast(late, steps, seed, **sizes):
 
 
 def test_two_thousand_random_steps(late):
-    seen = blast(late, 2_000, seed=1, num_pages=24, page_size=4, max_seqs=8, host_pages=20)
-    assert all(seen.values()), f"a case never came up: {seen}"
+    seen = run_random_operations(
+        late, 2_000, seed=1, num_pages=24, page_size=4, max_seqs=8, host_pages=20
+    )
+    assert all(seen.values()), f"a case never occurred: {seen}"
 
 
 @pytest.mark.slow
@@ -313,6 +315,6 @@ def test_two_thousand_random_steps(late):
 )
 def test_twenty_four_thousand_random_steps(late, seed, sizes):
     """Three profiles of 8,000: page size 1 has no page that is filled in part."""
-    seen = blast(late, 8_000, seed, **sizes)
+    seen = run_random_operations(late, 8_000, seed, **sizes)
     never = {"copied", "shared_write"} if sizes["page_size"] == 1 else set()
     assert {name for name, count in seen.items() if not count} == never, seen

@@ -1,5 +1,5 @@
-"""Some rows and some columns of a mask, without building the whole: what one rank computes of a
-mask that is spread over many.
+"""Some rows and columns of a mask, without building the whole mask: one rank's part of a mask over
+many ranks.
 """
 
 from functools import cached_property
@@ -12,37 +12,37 @@ from .blockmask import BlockMask
 from .mods import Mask
 from .nodes import EMPTY, FULL, PARTIAL, Cells, Dense, Grid, Interval, Join, Node, Not
 
-_NEAR = 2  # blocks of the whole that a block of the part may touch before only its cells are asked
+_NEAR = 2  # a submask's block is decided by blocks of the whole if it touches at most so many
 
 
 def node_of(
     mask: Mask | BlockMask, planes: tuple[int, int], lengths: tuple[int, int], device: torch.device
 ) -> Node:
-    """A mask over a whole problem: planes are (batch, heads), lengths (seqlen_q, seqlen_k)."""
+    """The node of a mask: planes are (batch, heads), lengths (seqlen_q, seqlen_k)."""
     if isinstance(mask, BlockMask):
-        return Built(Grid(*mask.shape, torch.device("cpu")), mask)
+        return BuiltMask(Grid(*mask.shape, torch.device("cpu")), mask)
     return mask.node(*planes, *lengths, device)
 
 
-def part(node: Node, rows: Tensor, cols: Tensor) -> Node:
-    """Rows and columns of a mask: cell (i, j) of the part is cell (rows[i], cols[j]) of the whole.
-    int64, ascending, on the CPU.
+def submask(node: Node, rows: Tensor, cols: Tensor) -> Node:
+    """Rows and columns of a mask: cell (i, j) of the result is cell (rows[i], cols[j]) of node.
+    rows and cols are int64, ascending, on the CPU.
     """
     grid = node.grid._replace(seqlen_q=len(rows), seqlen_k=len(cols))
     if isinstance(node, Interval):
         lo, hi = (x.long()[:, rows] for x in node.bounds)
         return Interval(grid, torch.searchsorted(cols, lo), torch.searchsorted(cols, hi))
     if isinstance(node, Join):
-        return type(node)(grid, [part(each, rows, cols) for each in node.parts])
+        return type(node)(grid, [submask(each, rows, cols) for each in node.parts])
     if isinstance(node, Not):
-        return Not(grid, part(node.part, rows, cols))
+        return Not(grid, submask(node.part, rows, cols))
     if isinstance(node, (Cells, Dense)):
-        return Picked(grid, node, rows, cols)
-    raise TypeError(f"{type(node).__name__} is not known to be cut")
+        return Submask(grid, node, rows, cols)
+    raise TypeError(f"{type(node).__name__} has no submask")
 
 
-class Picked(Cells):
-    """Rows and columns of a mask that is known cell by cell."""
+class Submask(Cells):
+    """Rows and columns of a mask that is evaluated cell by cell."""
 
     def __init__(self, grid: Grid, whole: Cells | Dense, rows: Tensor, cols: Tensor):
         super().__init__(grid)
@@ -52,8 +52,8 @@ class Picked(Cells):
         return self.whole.visible(b, h, self._rows[q], self._cols[k])
 
     def status(self, keys: Tensor) -> Tensor:
-        """What the blocks of the whole say where a block of the part touches few of them."""
-        found = super().status(keys)
+        """Decided by the blocks of the whole if a block touches few of them, else PARTIAL."""
+        result = super().status(keys)
         b, h, i, j = self.grid.split(keys)
         (first_i, last_i), (first_j, last_j) = self._touched[0][:, i], self._touched[1][:, j]
         near = (last_i - first_i < _NEAR) & (last_j - first_j < _NEAR)
@@ -62,19 +62,19 @@ class Picked(Cells):
             for step_j in range(_NEAR):
                 row = torch.minimum(first_i + step_i, last_i)
                 col = torch.minimum(first_j + step_j, last_j)
-                status = self._ask(b[near], h[near], row[near], col[near])
+                status = self._status_of_blocks(b[near], h[near], row[near], col[near])
                 all_[near] &= status == FULL
                 none[near] &= status == EMPTY
-        found[all_], found[none] = FULL, EMPTY
-        return found
+        result[all_], result[none] = FULL, EMPTY
+        return result
 
-    def _ask(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def _status_of_blocks(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         grid = self.whole.grid
         return self.whole.status(((b * grid.heads + h) * grid.blocks_q + i) * grid.blocks_k + j)
 
     @cached_property
     def _touched(self) -> tuple[Tensor, Tensor]:
-        """First and last block of the whole that each block of rows, and of columns, lies in."""
+        """First and last block of the whole that each block of rows, and of columns, touches."""
         return _first_and_last(self._rows), _first_and_last(self._cols)
 
 
@@ -84,8 +84,8 @@ def _first_and_last(positions: Tensor) -> Tensor:
     return torch.stack([positions[starts], positions[ends]]) // BLOCK
 
 
-class Built(Cells):
-    """A mask that is data already."""
+class BuiltMask(Cells):
+    """The node of a BlockMask."""
 
     def __init__(self, grid: Grid, mask: BlockMask):
         super().__init__(grid)

@@ -1,4 +1,4 @@
-"""Masks that are tensors: built when they are needed, kept for as long as they say the same."""
+"""Masks that are tensors: built when needed, cached until the tensor changes."""
 
 import gc
 
@@ -10,8 +10,8 @@ from torch._dynamo.backends.common import aot_autograd
 import onchip
 from onchip import masks
 from onchip.core import torch_op
-from onchip.masks import later
-from onchip.masks.later import DeferredMask
+from onchip.masks import deferred
+from onchip.masks.deferred import DeferredMask
 
 
 def bounds(seqlen=40, window=7, batch=2):
@@ -34,12 +34,12 @@ def builds(monkeypatch):
     """One entry for each mask that is built."""
     found = []
     spy = lambda *args: found.append(1) or masks.build(*args)
-    monkeypatch.setattr(later, "build", spy)
+    monkeypatch.setattr(deferred, "build", spy)
     return found
 
 
 @pytest.mark.parametrize("kind", ["spans", "dense"])
-def test_a_graph_builds_its_mask_when_it_runs_once_for_all_calls(kind, builds):
+def test_a_graph_builds_its_mask_at_run_time_once_for_all_calls(kind, builds):
     x, given = qkv(), bounds()
     given = given if kind == "spans" else masks.build(given, 2, 1, 40, 40).to_dense()
     compiled = torch.compile(two_layers, backend="aot_eager", fullgraph=True)
@@ -61,7 +61,7 @@ def _dense(given):
     return masks.build(given, 2, 1, 40, 40).to_dense()
 
 
-def test_tensors_are_masks_of_calls_that_are_compiled():
+def test_compiled_calls_take_tensors_as_masks():
     x, given = qkv(), bounds()
     attend = lambda *x: onchip.attention(*x[:3], mask=x[3])
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
@@ -69,7 +69,7 @@ def test_tensors_are_masks_of_calls_that_are_compiled():
         torch.testing.assert_close(compiled(*x, mask), attend(*x, mask), rtol=0, atol=0)
 
 
-def test_a_mask_computed_from_another_in_its_memory_is_another():
+def test_a_mask_that_reuses_the_memory_of_another_is_built_again():
     def attend(q, k, v, mask, first):
         kept = torch_op.build_once(mask, k.shape[1])
         out = onchip.attention(q, k, v, mask=kept)
@@ -81,7 +81,7 @@ def test_a_mask_computed_from_another_in_its_memory_is_another():
     torch.testing.assert_close(ours, attend(*x, bounds(), first), rtol=0, atol=0)
 
 
-def test_graphs_on_the_gpu_never_record_a_mask_that_is_built_from_values():
+def test_cuda_graphs_never_record_a_mask_that_is_built_from_values():
     found = []
 
     def spy(graph, _):
@@ -109,7 +109,7 @@ def test_a_recorded_graph_follows_its_mask(kept):
         torch.testing.assert_close(recorded(*x, mask), expected, rtol=0.01, atol=0.01)
 
 
-def test_what_does_not_fit_is_refused_before_it_runs():
+def test_a_mask_of_the_wrong_shape_is_refused_before_it_runs():
     attend = torch.compile(
         lambda *x: onchip.attention(*x[:3], mask=x[3]), backend="aot_eager", fullgraph=True
     )
@@ -122,26 +122,26 @@ def test_the_op_passes_the_checks_of_torch():
     torch.library.opcheck(torch.ops.onchip.mask.default, (_dense(bounds()), 40))
 
 
-def test_what_is_kept_dies_with_its_tensor():
+def test_a_cached_mask_is_freed_with_its_tensor():
     gc.collect()
-    before = len(later._built)
+    before = len(deferred._built)
     kept = torch.ops.onchip.mask(bounds(), 40)
-    assert len(later._built) == before + 1
+    assert len(deferred._built) == before + 1
     assert DeferredMask(kept, 40, 40).built() is DeferredMask(kept, 40, 40).built()
     del kept
     gc.collect()
-    assert len(later._built) == before
+    assert len(deferred._built) == before
 
 
-def test_what_was_written_to_is_built_again():
+def test_a_modified_tensor_is_built_again():
     given = bounds()
-    later.keep(given, DeferredMask(given, 40, 40).built())
+    deferred.keep(given, DeferredMask(given, 40, 40).built())
     given[..., 0] = 0
     causal = masks.causal().build(1, 1, 40, 40).to_dense()
     assert torch.equal(DeferredMask(given, 40, 40).built().to_dense(), causal.expand(2, 1, 40, 40))
 
 
-def test_other_lengths_are_another_mask():
+def test_other_lengths_are_built_again():
     given = bounds()
-    later.keep(given, DeferredMask(given, 40, 40).built())
+    deferred.keep(given, DeferredMask(given, 40, 40).built())
     assert DeferredMask(given, 40, 50).built().shape == (2, 1, 40, 50)

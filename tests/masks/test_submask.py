@@ -1,11 +1,11 @@
-"""A part of a mask is the mask at its rows and columns."""
+"""A submask is the mask at some rows and columns."""
 
 import pytest
 import torch
 
 from onchip import masks
 from onchip.masks.nodes import Interval, build
-from onchip.masks.parts import node_of, part
+from onchip.masks.submask import node_of, submask
 
 SEQLEN = 700
 CU = torch.tensor([0, 3, 130, 131, 500, 700], dtype=torch.int32)
@@ -41,18 +41,18 @@ PAIRS += [("striped", "striped"), ("zigzag", "chunk"), ("one", "any"), ("aligned
 
 @pytest.mark.parametrize("built", [False, True], ids=["rule", "data"])
 @pytest.mark.parametrize("name", RULES)
-def test_a_part_has_the_cells_of_the_whole(name, built):
+def test_a_submask_has_the_cells_of_the_whole(name, built):
     planes, lengths = (2, 3), (SEQLEN, SEQLEN)
     whole = RULES[name].build(*planes, *lengths)
     dense = whole.to_dense()
     node = node_of(whole if built else RULES[name], planes, lengths, torch.device("cpu"))
     for rows, cols in PAIRS:
         rows, cols = PICKS[rows], PICKS[cols]
-        found = build(part(node, rows, cols)).to_dense()
+        found = build(submask(node, rows, cols)).to_dense()
         assert torch.equal(found, dense[:, :, rows][:, :, :, cols])
 
 
 def test_intervals_stay_intervals():
-    """So that a round of causal documents is recognised as such."""
+    """Otherwise a ring round of causal documents would not be recognised as such."""
     node = node_of(RULES["document"], (1, 1), (SEQLEN, SEQLEN), torch.device("cpu"))
-    assert isinstance(part(node, PICKS["zigzag"], PICKS["any"]), Interval)
+    assert isinstance(submask(node, PICKS["zigzag"], PICKS["any"]), Interval)

@@ -1,18 +1,19 @@
-"""The language model inside a checkpoint of several modalities, for use with text alone.
+"""The language model inside a multimodal checkpoint, for use with text alone.
 
-Its config is `text_config`, or, in older checkpoints, the top level of config.json itself. Its
-weights have the names of a text model behind a prefix; weights of the other parts are not read.
+Its config is `text_config`, or, in older checkpoints, the top level of config.json. Its weights
+have the names of a text model after a prefix. Weights of the other modalities are not read.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from onchip.models.safetensors import Entry
+from onchip.models.safetensors import TensorEntry
 
 
 class _Composite(NamedTuple):
-    """A model_type with a language model in it. text_types: `text_config.model_type` and the family
-    that it is. other_parts: prefixes of weights, and fields of a config, that are not of text.
+    """A model_type that contains a language model. text_types: `text_config.model_type` -> the
+    family of the text model. other_parts: prefixes of weights and of config fields that are not of
+    the text model.
     """
 
     text_types: dict[str, str]
@@ -28,13 +29,13 @@ COMPOSITES = {
     "qwen2_5_vl": _Composite({"qwen2_5_vl_text": "qwen2"}, _QWEN),
     "qwen2_vl": _Composite({"qwen2_vl_text": "qwen2"}, _QWEN),
 }
-# Prefixes of the language model, and what text models of the family have in their place.
+# Prefixes of the language model -> the prefixes that text models of the family have instead.
 _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
 
 
 def text_fields(data: Any) -> Any:
-    """The fields of the language model of a config.json, as a text model would state them; data
-    itself if it describes no composite that is known here.
+    """The fields of the language model of a config.json, in the form of a text model's config; data
+    itself if its model_type is not a known composite.
     """
     composite = _composite(data)
     if composite is None:
@@ -52,7 +53,7 @@ def text_fields(data: Any) -> Any:
     return {**fields, **whole, "model_type": family, **_rope_of_text(fields)}
 
 
-def text_entries(data: Any, entries: dict[str, Entry]) -> dict[str, Entry]:
+def text_entries(data: Any, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     """The tensors of the language model under the names of a text model."""
     composite = _composite(data)
     if composite is None:
@@ -78,13 +79,13 @@ def _text_name(name: str) -> str:
 
 
 def _rope_of_text(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary fields without sections of time, height and width: a token of text has one position in
-    all three, so that they rotate as one.
+    """Rotary fields without sections of time, height and width: a text token has the same position
+    in all three, so the sections rotate alike.
     """
     plain = {}
     for name in ("rope_scaling", "rope_parameters"):
         block = fields.get(name)
         if isinstance(block, Mapping) and "mrope_section" in block:
-            kept = {key: value for key, value in block.items() if key != "mrope_section"}
-            plain[name] = {k: "default" if v == "mrope" else v for k, v in kept.items()}
+            rest = {key: value for key, value in block.items() if key != "mrope_section"}
+            plain[name] = {k: "default" if v == "mrope" else v for k, v in rest.items()}
     return plain

@@ -41,14 +41,14 @@ _RARER = {
     "sliding_window": 7,
     "topk_group": 1,
 }
-# What each has that others have not.
+# The peculiar fields of each model.
 SERVED = {
     "opt": {"ffn_dim": 72, "word_embed_proj_dim": 48},  # learned positions from 2 on
     "gpt_neox": {"rotary_pct": 0.5, "hidden_dropout": 0.3, "attention_dropout": 0.3},
     "mixtral": {**_EXPERTS, "sliding_window": 7},
     "gpt_oss": {**_EXPERTS, **_ALTERNATING, "head_dim": 16},  # sinks
     "stablelm": {"qk_layernorm": True, "partial_rotary_factor": 0.5},
-    "cohere2": {**_ALTERNATING, "logit_scale": 0.5},  # layers that do not rotate
+    "cohere2": {**_ALTERNATING, "logit_scale": 0.5},  # layers without RoPE
     "olmo2": {},
     "deepseek_v3": {  # values narrower than keys
         **_HEADS_OF_MLA,
@@ -61,7 +61,7 @@ SERVED = {
     },
     "granite": {"attention_multiplier": 0.4, "logits_scaling": 0.1},
     "vaultgemma": {**_ALTERNATING, "head_dim": 16, "attn_logit_softcapping": 5.0},
-    "phimoe": {**_EXPERTS, "sliding_window": 7},  # a window that only its mask knows
+    "phimoe": {**_EXPERTS, "sliding_window": 7},  # a window that is only in its mask
     "diffllama": {},  # two attentions a layer
 }
 
@@ -74,7 +74,7 @@ def quiet():
 
 
 def config(kind, **fields):
-    """The config of a model_type; fields override what is small."""
+    """The config of a model_type; fields override the small defaults."""
     import transformers
 
     quiet()
@@ -100,7 +100,7 @@ def most_of(kind):
 
 @cache
 def model(kind):
-    """Random weights whose logits are of order one, in fp32; its attention is transformers'."""
+    """Random weights in fp32 with logits of order one; attention by transformers."""
     return build(config(kind))
 
 
@@ -115,7 +115,7 @@ def build(made):
 
 
 def randomise(one):
-    """Weights of such a size that what comes out is of order one."""
+    """Weights of such a size that the outputs are of order one."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in one.parameters():
@@ -127,7 +127,7 @@ def randomise(one):
 
 
 def greedy(one, prompt, count):
-    """What transformers itself continues a prompt with."""
+    """The greedy tokens of transformers itself."""
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     tokens = one.generate(torch.tensor([prompt]), max_new_tokens=count, **settings)
     return tuple(tokens[0, len(prompt) :].tolist())

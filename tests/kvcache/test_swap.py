@@ -1,10 +1,10 @@
-"""The host tier: families leave and return as they were; pages are free when the copy is done."""
+"""The host tier: a swapped group returns unchanged; pages are free when their copy is done."""
 
 import pytest
 import torch
 
 from onchip.kvcache import HostTier, KVCache, NoRoom, Spec
-from onchip.kvcache.host import Place
+from onchip.kvcache.swap import SwapStatus
 
 
 def make(num_pages=20, host_pages=12, chunk_pages=3, late=None, spec=None):
@@ -45,7 +45,7 @@ def read(cache, sequence):
 
 
 def spoil(cache):
-    """Somebody else takes every free page and writes to it."""
+    """Take every free page for another sequence and write to it."""
     free = [p for p in range(1, cache.pool.num_pages) if not cache.pool.refs(p)]
     for t in cache.pages.tensors:
         t[:, free] = torch.full(t[:, free].shape, 77.0).to(t.dtype)
@@ -53,28 +53,28 @@ def spoil(cache):
 
 @pytest.mark.parametrize("page_size, dim, dtype", [(1, 1, torch.bfloat16), (4, 3, torch.float32)])
 @pytest.mark.parametrize("kv_dtype", [None, "fp8", "int8"])
-def test_what_left_comes_back(page_size, dim, dtype, kv_dtype):
-    """Rows of 2 bytes and of 8 n bytes take different paths."""
+def test_swapped_sequences_return_unchanged(page_size, dim, dtype, kv_dtype):
+    """Rows of 2 bytes and of 8 n bytes take different code paths."""
     cache, tier = make(spec=Spec(2, 1, dim, 1, page_size, dtype).stored_as(kv_dtype))
     sequence = start(cache, list(range(10)))
     cache.prefix.clear()
     before = [t.clone() for t in read(cache, sequence)]
     used = len(sequence.table)
-    family = tier.swap_out([sequence])
-    assert family.place is Place.AWAY and cache.pool.num_free == cache.pool.capacity
+    group = tier.swap_out([sequence])
+    assert group.status is SwapStatus.SWAPPED_OUT and cache.pool.num_free == cache.pool.capacity
     assert tier.num_free == 12 - -(-used // 3) * 3
     spoil(cache)
     blocker = cache.open()
     cache.reserve(blocker, 4)
-    assert tier.swap_in(family) is None
+    assert tier.swap_in(group) is None
     torch.testing.assert_close(read(cache, sequence), before, rtol=0, atol=0)
-    assert family.place is Place.HOME and sequence.computed == 10
+    assert group.status is SwapStatus.RESIDENT and sequence.computed == 10
     tier.poll()
     assert tier.num_free == tier.capacity
     cache.check()
 
 
-def test_a_forked_family_shares_again():
+def test_a_swapped_group_of_forks_shares_again():
     """vllm #4422: parallel samples that were preempted together."""
     cache, tier = make()
     a = start(cache, list(range(10)))
@@ -83,10 +83,10 @@ def test_a_forked_family_shares_again():
     write(cache, a)
     write(cache, b)
     expected = [[t.clone() for t in read(cache, s)] for s in (a, b)]
-    family = tier.swap_out([a, b])
-    assert len(family.pages) == 4 and cache.pool.num_free == cache.pool.capacity
+    group = tier.swap_out([a, b])
+    assert len(group.pages) == 4 and cache.pool.num_free == cache.pool.capacity
     spoil(cache)
-    assert tier.swap_in(family) is None
+    assert tier.swap_in(group) is None
     assert a.table.pages[:2] == b.table.pages[:2] and a.table[2] != b.table[2]
     assert cache.pool.refs(a.table[0]) == 2
     for sequence, data in zip((a, b), expected, strict=True):
@@ -94,7 +94,7 @@ def test_a_forked_family_shares_again():
     cache.check()
 
 
-def test_pages_that_others_hold_stay_with_them():
+def test_pages_with_other_holders_stay_on_the_device():
     cache, tier = make()
     a = start(cache, list(range(10)))
     b = cache.fork(a)
@@ -102,23 +102,23 @@ def test_pages_that_others_hold_stay_with_them():
     write(cache, b)
     expected = [t.clone() for t in read(cache, b)]
     free = cache.pool.num_free
-    family = tier.swap_out([b])
-    assert len(family.pages) == 1 and cache.pool.num_free == free + 1
+    group = tier.swap_out([b])
+    assert len(group.pages) == 1 and cache.pool.num_free == free + 1
     cache.free(a)
-    assert cache.pool.refs(b.table[0]) == 1, "still held by the one that is away"
+    assert cache.pool.refs(b.table[0]) == 1, "still held by the swapped-out sequence"
     spoil(cache)
-    assert tier.swap_in(family) is None
+    assert tier.swap_in(group) is None
     torch.testing.assert_close(read(cache, b), expected, rtol=0, atol=0)
     cache.check()
 
 
-def test_a_sequence_that_shares_all_its_pages_travels_light():
+def test_a_sequence_that_shares_all_its_pages_copies_none():
     cache, tier = make()
     a = start(cache, list(range(8)))
     b = cache.fork(a)
-    family = tier.swap_out([b])
-    assert family.pages == [] and tier.num_free == tier.capacity
-    assert tier.swap_in(family) is None and b.table.pages == a.table.pages
+    group = tier.swap_out([b])
+    assert group.pages == [] and tier.num_free == tier.capacity
+    assert tier.swap_in(group) is None and b.table.pages == a.table.pages
     cache.check()
 
 
@@ -127,25 +127,25 @@ def test_device_pages_are_free_when_the_copy_is_done_not_before(late):
     sequence = start(cache, list(range(10)))
     expected = [t.clone() for t in read(cache, sequence)]
     free = cache.pool.num_free
-    family = tier.swap_out([sequence])
+    group = tier.swap_out([sequence])
     tier.poll()
-    assert family.place is Place.LEAVING and cache.pool.num_free == free
+    assert group.status is SwapStatus.SWAPPING_OUT and cache.pool.num_free == free
     tier.synchronize()
-    assert family.place is Place.AWAY and cache.pool.num_free == free + 3
+    assert group.status is SwapStatus.SWAPPED_OUT and cache.pool.num_free == free + 3
     spoil(cache)
-    assert tier.swap_in(family) is None
+    assert tier.swap_in(group) is None
     assert tier.num_free == tier.capacity - 3, "the chunk is read until the copy is done"
     torch.testing.assert_close(read(cache, sequence), expected, rtol=0, atol=0)
     tier.poll()
     assert tier.num_free == tier.capacity
 
 
-def test_called_back_before_it_left(late):
+def test_swap_in_before_the_copy_out_is_done(late):
     cache, tier = make(late=late)
     sequence = start(cache, list(range(10)))
     pages, expected = sequence.table.pages, [t.clone() for t in read(cache, sequence)]
-    family = tier.swap_out([sequence])
-    assert tier.swap_in(family) is None and sequence.table.pages == pages
+    group = tier.swap_out([sequence])
+    assert tier.swap_in(group) is None and sequence.table.pages == pages
     torch.testing.assert_close(read(cache, sequence), expected, rtol=0, atol=0)
     assert tier.num_free == tier.capacity - 3
     tier.synchronize()
@@ -154,63 +154,63 @@ def test_called_back_before_it_left(late):
 
 
 @pytest.mark.parametrize("when", ["leaving", "away", "arriving"])
-def test_cancelled_on_the_way_nothing_leaks(when, late):
+def test_a_group_discarded_during_a_copy_leaks_nothing(when, late):
     """vllm #46283: a request aborted while its pages were being loaded kept them."""
     cache, tier = make(late=late)
-    family = tier.swap_out([start(cache, list(range(10)))])
+    group = tier.swap_out([start(cache, list(range(10)))])
     if when != "leaving":
         tier.synchronize()
     if when == "arriving":
-        assert tier.swap_in(family) is None
-        cache.free(family.sequences[0])
+        assert tier.swap_in(group) is None
+        cache.free(group.sequences[0])
     else:
-        tier.discard(family)
+        tier.discard(group)
     tier.synchronize()
     cache.check()
     assert cache.pool.num_free == cache.pool.capacity and tier.num_free == tier.capacity
-    assert not cache.pool.tables and not tier.families
+    assert not cache.pool.tables and not tier.groups
 
 
-def test_a_full_host_is_an_answer():
+def test_a_full_host_tier_returns_no_room():
     cache, tier = make(host_pages=6)
     a, b, c = (start(cache, list(range(at, at + 12))) for at in (0, 50, 90))
     tier.swap_out([a])
-    family = tier.swap_out([b])
+    group = tier.swap_out([b])
     assert tier.swap_out([c]) == NoRoom(3, 0, "host pages")
     assert c.row is not None and cache.pool.refs(c.table[0]) == 1
-    tier.discard(family)
+    tier.discard(group)
     assert not isinstance(tier.swap_out([c]), NoRoom)
     cache.check()
 
 
-def test_no_page_for_the_return_changes_nothing():
+def test_swap_in_without_free_pages_changes_nothing():
     cache, tier = make(num_pages=6)
-    family = tier.swap_out([start(cache, list(range(12)))])
+    group = tier.swap_out([start(cache, list(range(12)))])
     blocker = cache.open()
     cache.reserve(blocker, 12)
-    assert tier.swap_in(family) == NoRoom(3, 2)
-    assert family.place is Place.AWAY and family in tier.families
+    assert tier.swap_in(group) == NoRoom(3, 2)
+    assert group.status is SwapStatus.SWAPPED_OUT and group in tier.groups
     cache.free(blocker)
-    assert tier.swap_in(family) is None
+    assert tier.swap_in(group) is None
 
 
-def test_rows_are_free_while_away():
+def test_rows_are_free_while_swapped_out():
     cache, tier = make()
-    family = tier.swap_out([start(cache, [1, 2, 3])])
+    group = tier.swap_out([start(cache, [1, 2, 3])])
     others = [cache.open() for _ in range(6)]
-    assert tier.swap_in(family) == NoRoom(1, 0, "sequences")
+    assert tier.swap_in(group) == NoRoom(1, 0, "sequences")
     cache.free(others[0])
-    assert tier.swap_in(family) is None
+    assert tier.swap_in(group) is None
 
 
-def test_what_came_back_can_be_found_after_its_next_commit():
+def test_swapped_in_pages_are_found_after_the_next_commit():
     cache, tier = make()
     sequence = start(cache, list(range(10)))
-    family = tier.swap_out([sequence])
+    group = tier.swap_out([sequence])
     blocker = cache.open()
-    cache.reserve(blocker, cache.pool.num_free * 4)  # what was still cached on the device is taken
+    cache.reserve(blocker, cache.pool.num_free * 4)  # takes the pages still cached on the device
     cache.free(blocker)
-    tier.swap_in(family)
+    tier.swap_in(group)
     assert cache.open(list(range(10))).hit_tokens == 0
     cache.append(sequence, [10])
     write(cache, sequence)
@@ -226,17 +226,17 @@ def test_misuse_is_refused():
     with pytest.raises(ValueError, match="at least one, none twice"):
         tier.swap_out([sequence, sequence])
     long = start(cache, list(range(50, 70)))
-    with pytest.raises(ValueError, match="5 pages exceed the host tier's 3 in all"):
+    with pytest.raises(ValueError, match="5 pages exceed the host tier's capacity 3"):
         tier.swap_out([long])
-    family = tier.swap_out([sequence])
+    group = tier.swap_out([sequence])
     for call in (cache.view, lambda s: cache.free(s[0]), tier.swap_out):
         with pytest.raises(ValueError, match="was swapped out"):
             call([sequence])
-    tier.swap_in(family)
+    tier.swap_in(group)
     with pytest.raises(ValueError, match="not in this host tier: it is on the device again"):
-        tier.swap_in(family)
+        tier.swap_in(group)
     with pytest.raises(ValueError, match="not in this host tier"):
-        tier.discard(family)
+        tier.discard(group)
     with pytest.raises(ValueError, match="at least 1"):
         HostTier(cache, 0)
     cache.check()

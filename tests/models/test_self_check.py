@@ -1,11 +1,11 @@
-"""A rehearsal passes a model that is the same over pages, and no other."""
+"""The self check passes models that give the same logits over pages, and no others."""
 
 import pytest
 import torch
 
 from onchip import UnsupportedError
 from onchip.models import ModelConfig, random_model
-from onchip.models.rehearsal import rehearse
+from onchip.models.self_check import run_self_check
 
 
 @pytest.fixture
@@ -18,23 +18,23 @@ def own(decoder):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_roundings_pass(decoder, dtype):
+def test_rounding_errors_pass(decoder, dtype):
     one = random_model(decoder.config, seed=1, dtype=dtype)
-    rehearse(one, own(one))
+    run_self_check(one, own(one))
 
 
-def test_another_model_does_not(decoder):
+def test_another_model_fails(decoder):
     with pytest.raises(UnsupportedError, match=r"differ from its own by 1\.\d of their size"):
-        rehearse(decoder, own(random_model(decoder.config, seed=2)))
+        run_self_check(decoder, own(random_model(decoder.config, seed=2)))
 
 
-def test_keys_that_were_not_written_show(decoder, monkeypatch):
-    """Pages hold anything until somebody writes to them."""
+def test_unwritten_keys_fail(decoder, monkeypatch):
+    """Unwritten pages hold arbitrary values."""
     monkeypatch.setattr("onchip.kvcache.KVCache.write", lambda self, layer, k, v, slots: None)
-    with pytest.raises(UnsupportedError, match="in a rehearsal"):
-        rehearse(decoder, own(decoder))
+    with pytest.raises(UnsupportedError, match="in a self check"):
+        run_self_check(decoder, own(decoder))
 
 
-def test_no_number_is_no_pass(decoder):
+def test_nan_logits_fail(decoder):
     with pytest.raises(UnsupportedError, match="by nan"):
-        rehearse(decoder, lambda tokens: own(decoder)(tokens) * torch.nan)
+        run_self_check(decoder, lambda tokens: own(decoder)(tokens) * torch.nan)

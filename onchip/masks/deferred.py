@@ -1,24 +1,24 @@
-"""A mask that is a tensor of a graph: its values are known when that runs, and it is built then."""
+"""A mask that is a tensor of a graph: it is built when the graph runs and its values are known."""
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .blockmask import BlockMask
-from .mods import Mask, build, is_spans, numbered
+from .mods import Mask, build, find_numbered, is_spans
 
 _built: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-# What the dispatcher includes and excludes outside of any op. A mask function runs under vmap,
-# which is excluded inside of one.
+# The dispatch keys that are included and excluded outside of any op. A mask function runs under
+# vmap, which is excluded inside of an op.
 _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-_traced: dict[int, Mask] = {}  # graphs of torch.jit.trace and make_fx hold no Python object
+_traced: dict[int, Mask] = {}  # graphs of torch.jit.trace and make_fx hold no Python objects
 
 
 Grid = tuple[int, int, int, int]  # batch, heads, seqlen_q, seqlen_k
 
 
 class DeferredMask:
-    """A dense mask or the bounds of spans, with the shape of the BlockMask that it will be."""
+    """A dense mask or the bounds of spans, with the shape of the BlockMask to be built from it."""
 
     def __init__(self, source: Tensor, seqlen_q: int, seqlen_k: int):
         self.source = source
@@ -26,7 +26,9 @@ class DeferredMask:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of `BlockMask`; what a dense mask claims, so that a wrong one is refused."""
+        """The shape of the `BlockMask`; for a dense mask its own shape, so that a wrong one is
+        refused.
+        """
         if is_spans(self.source):
             return (*self.source.shape[:3], self.lengths[1])
         return (1,) * (4 - self.source.dim()) + tuple(self.source.shape)
@@ -42,17 +44,17 @@ class DeferredMask:
         return self.built().density()
 
     def built(self) -> BlockMask:
-        """The mask as data: what was kept for this tensor, or built now."""
-        kept = _built.get(self.source)
-        if kept is not None and kept[:2] == (version_of(self.source), self.lengths):
-            return kept[2]
+        """The BlockMask: the one cached for this tensor, or a new one."""
+        cached = _built.get(self.source)
+        if cached is not None and cached[:2] == (version_of(self.source), self.lengths):
+            return cached[2]
         batch, heads, _, _ = self.shape
         return build(self.source, batch, heads, *self.lengths, self.device)
 
 
 class DeferredRule(DeferredMask):
-    """A rule that a graph holds by its number, an int64 tensor (1,) on the host: built, or found
-    again, for the planes and lengths that the graph runs with.
+    """A rule that a graph holds by its number, an int64 tensor (1,) on the host: built, or taken
+    from the cache, for the planes and lengths of the run.
     """
 
     def __init__(self, source: Tensor, grid: Grid, device: torch.device):
@@ -67,7 +69,7 @@ class DeferredRule(DeferredMask):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What is known before it is built: planes may be more."""
+        """The shape before the mask is built: it may have more planes."""
         return (1, 1, *self.lengths)
 
     @property
@@ -76,7 +78,7 @@ class DeferredRule(DeferredMask):
 
     def built(self) -> BlockMask:
         with torch._C._ForceDispatchKeyGuard(*_OUTSIDE):
-            return numbered(int(self.source)).build(*self._grid, self._device)
+            return find_numbered(int(self.source)).build(*self._grid, self._device)
 
 
 def is_number(source: Tensor) -> bool:
@@ -85,12 +87,12 @@ def is_number(source: Tensor) -> bool:
 
 
 def keep(source: Tensor, mask: BlockMask) -> None:
-    """Remember what a tensor means for as long as it lives and is not written to. Whoever writes to
-    it must be one whom torch notices.
+    """Cache the mask of a tensor until the tensor is freed or written to. Only writes that change
+    torch's version counter are noticed.
     """
     _built[source] = version_of(source), (mask.seqlen_q, mask.seqlen_k), mask
 
 
 def version_of(source: Tensor) -> int:
-    """How often it was written to, as far as torch counts."""
+    """The number of writes to the tensor that torch has counted."""
     return -1 if source.is_inference() else source._version

@@ -1,11 +1,11 @@
-"""Which models of transformers hand their attention to its attention interface.
+"""Which transformers models pass their attention to the attention interface.
 
-transformers accepts a registered name for every model, also for one with modules that never look
-the name up: such a model would run attention of its own in silence. `guard` makes a model check the
-name when it is set, before anything of it is built.
+transformers accepts a registered name for every model, also for a model with modules that never
+look the name up: such a model would silently run its own attention. `guard` makes a model check the
+name when it is set, before any module is built.
 
-A model is read through the code objects of its classes: the global names in the `__init__` of a
-class are the classes that it builds, and an attention module that uses the interface has
+The check reads the code objects of a model's classes. The global names in the `__init__` of a class
+are the classes that it builds. An attention module that uses the interface has
 `ALL_ATTENTION_FUNCTIONS` among the names of its functions. A model inside a model is another
 `PreTrainedModel`, which checks itself.
 """
@@ -20,15 +20,15 @@ from typing import Any
 from onchip.core.problem import UnsupportedError
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-# Deformable attention samples points of an image, a map of DETR is scores without values, and the
-# projector of Aria stands outside of the two models that it connects.
-_BESIDES = ("Deformable", "AttentionMap", "AriaCrossAttention")
-_DENSE_ONLY = ("eager", "sdpa")  # what sparse attention with an indexer compares its name with
+# Not attention over keys and values: deformable attention samples points of an image, DETR's map is
+# scores without values, and Aria's projector is outside of the two models that it connects.
+_NOT_ATTENTION = ("Deformable", "AttentionMap", "AriaCrossAttention")
+_DENSE_ONLY = ("eager", "sdpa")  # sparse attention with an indexer compares its name with these
 _guarded: dict[type, set[str]] = {}
 
 
 def guard(base: type, name: str) -> None:
-    """From now on a model refuses attn_implementation=name if its modules would not look it up.
+    """From now on a model refuses attn_implementation=name if its modules do not look the name up.
     base: `PreTrainedModel`.
     """
     if base not in _guarded:
@@ -38,8 +38,8 @@ def guard(base: type, name: str) -> None:
 
 
 def check(model: Any, name: str, base: type) -> None:
-    """UnsupportedError in one sentence if the modules of this model would not serve the name. It
-    may be in the middle of its construction: its class and its config are all that is read.
+    """UnsupportedError if the modules of this model would not serve the name. The model may be
+    under construction: only its class and its config are read.
     """
     why = reason(type(model), name, base)
     if why is None:
@@ -52,7 +52,7 @@ def check(model: Any, name: str, base: type) -> None:
 
 @cache
 def reason(kind: type, name: str, base: type) -> str | None:
-    """Why models of this class cannot serve the name; None: they look it up, or do not attend."""
+    """Why models of this class cannot serve the name; None: they look it up or do not attend."""
     built = list(classes_of(kind, base))
     tables = [table for part in built for table in _tables(part) if name not in table]
     if tables:
@@ -84,35 +84,35 @@ def classes_of(kind: type, base: type) -> Iterator[type]:
     while waiting:
         part = waiting.pop()
         yield part
-        for one in named_in(part, "__init__"):
-            if not isinstance(one, type) or one in seen or not hasattr(one, "forward"):
+        for value in named_in(part, "__init__"):
+            if not isinstance(value, type) or value in seen or not hasattr(value, "forward"):
                 continue
-            if not issubclass(one, base) and not one.__module__.startswith("torch."):
-                seen.add(one)
-                waiting.append(one)
+            if not issubclass(value, base) and not value.__module__.startswith("torch."):
+                seen.add(value)
+                waiting.append(value)
 
 
 def looks_up(part: type) -> bool:
-    """Whether a class asks the attention interface for its attention function."""
+    """Whether a class gets its attention function from the attention interface."""
     return _INTERFACE in _names(part)
 
 
 def named_in(part: type, method: str) -> list[Any]:
-    """What the names in a method mean in the modules that its classes were written in. Values of
-    tables of classes count as if they were named.
+    """The global objects that a method names, in the modules that define its classes. Values of
+    dictionaries of classes are included.
     """
     values = []
     for function in _functions(part, method):
         space, names = function.__globals__, sorted(_code_names(function.__code__))
         named = [space[name] for name in names if name in space]
         tables = [value for value in named if type(value) is dict]
-        values += [*named, *(one for table in tables for one in table.values())]
+        values += [*named, *(value for table in tables for value in table.values())]
     return values
 
 
 def _wrap(base: Any) -> None:
-    """Two methods of transformers see every name: one when a model is built, and one that a user
-    calls, which only warns and goes on if the model cannot follow.
+    """Wrap the two transformers methods that get every name: one runs when a model is built; a user
+    calls the other, which only warns if the model cannot use the name.
     """
     choose, set_all = base.get_correct_attn_implementation, base.set_attn_implementation
     names = _guarded[base]
@@ -136,11 +136,13 @@ def _wrap(base: Any) -> None:
 
 
 def _is_attention(part: type) -> bool:
-    return "Attention" in part.__name__ and not any(one in part.__name__ for one in _BESIDES)
+    return "Attention" in part.__name__ and not any(
+        name in part.__name__ for name in _NOT_ATTENTION
+    )
 
 
 def _tables(part: type) -> list[dict[str, Any]]:
-    """Dictionaries of implementations by name that a class chooses from when it is built."""
+    """Dictionaries from names to implementations that a class uses when it is built."""
     if "_attn_implementation" not in _names(part, "__init__"):
         return []
     values = named_in(part, "__init__")
@@ -149,10 +151,10 @@ def _tables(part: type) -> list[dict[str, Any]]:
 
 def _names(part: type, method: str | None = None) -> set[str]:
     """All names in the functions of a class, or in one of them."""
-    found: set[str] = set()
+    names: set[str] = set()
     for function in _functions(part, method):
-        found |= _code_names(function.__code__)
-    return found
+        names |= _code_names(function.__code__)
+    return names
 
 
 def _constants(part: type) -> set[Any]:
@@ -160,14 +162,14 @@ def _constants(part: type) -> set[Any]:
 
 
 def _functions(part: type, method: str | None) -> list[FunctionType]:
-    """The functions of a class and of its bases, or those called method. What all models and all
-    modules share says nothing about one of them.
+    """The functions of a class and of its bases, or the ones named `method`. Base classes that all
+    models or all modules share are left out.
     """
     shared = lambda kind: kind.__name__ == "PreTrainedModel" or kind.__module__.startswith("torch.")
     own = takewhile(lambda kind: not shared(kind), part.__mro__)
     items = [item for kind in own for item in vars(kind).items()]
-    found = [inspect.unwrap(value) for name, value in items if method in (None, name)]
-    return [value for value in found if isinstance(value, FunctionType)]
+    values = [inspect.unwrap(value) for name, value in items if method in (None, name)]
+    return [value for value in values if isinstance(value, FunctionType)]
 
 
 def _code_names(code: CodeType) -> set[str]:

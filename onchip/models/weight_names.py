@@ -1,4 +1,4 @@
-"""How checkpoints name the parameters of a decoder, and how they cut them."""
+"""The names of a decoder's parameters in checkpoints, and how fused parameters are split."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -15,9 +15,9 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
-    """The share of one rank of tensor parallelism: of heads and MLP; embedding, norms and head are
-    on every rank.
+class Shard:
+    """One rank of tensor parallelism: it has a share of the heads and of the MLP. Embedding, norms
+    and head are on every rank.
     """
 
     rank: int = 0
@@ -25,10 +25,10 @@ class Part:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank={self.rank} must lie in [0, world_size={self.world_size})")
+            raise ValueError(f"rank={self.rank} must be in [0, world_size={self.world_size})")
 
     def of(self, piece: Tensor, cut: int | None) -> Tensor:
-        """cut: as in `Target`."""
+        """This rank's share of a slice; cut: as in `Target`."""
         if cut is None:
             return piece
         if cut < 0:
@@ -36,9 +36,9 @@ class Part:
         return piece.chunk(self.world_size, cut)[self.rank]
 
 
-class Piece(NamedTuple):
-    """Rows start to start + rows of a tensor of the checkpoint (columns, where it is stored
-    transposed), which are the next rows of a parameter.
+class WeightSlice(NamedTuple):
+    """Rows start to start + rows of a checkpoint tensor (columns, if it is stored transposed): the
+    next rows of a parameter.
     """
 
     name: str
@@ -47,19 +47,20 @@ class Piece(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A parameter of Decoder and its pieces in a checkpoint. cut: the dimension that ranks of
-    tensor parallelism divide, piece by piece; -1 for a bias that one rank adds; None for a whole.
+    """A parameter of Decoder and its slices in a checkpoint. cut: the dimension that ranks of
+    tensor parallelism divide, slice by slice; -1 for a bias that only one rank adds; None: not
+    divided.
     """
 
     name: str
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightSlice, ...]
     transposed: bool = False
     cut: int | None = None
 
     @property
     def sources(self) -> dict[str, Shape]:
-        """Tensors of the checkpoint and their shapes, as far as this parameter tells."""
+        """The checkpoint tensors of this parameter, and their shapes."""
         ends: dict[str, int] = {}
         for piece in self.pieces:
             ends[piece.name] = max(ends.get(piece.name, 0), piece.start + piece.rows)
@@ -67,8 +68,8 @@ class Target(NamedTuple):
         return {name: shape[::-1] if self.transposed else shape for name, shape in shapes.items()}
 
 
-class Names(NamedTuple):
-    """One family's names. qkv and up have one name for each part, or one for all of them."""
+class WeightNames(NamedTuple):
+    """The names of one family. qkv and up have one name per projection, or one for all of them."""
 
     prefix: str
     embed: str
@@ -87,7 +88,7 @@ class Names(NamedTuple):
     transposed: bool = False
 
 
-_LLAMA = Names(
+_LLAMA = WeightNames(
     prefix="model.",
     embed="embed_tokens.weight",
     norm="norm",
@@ -102,7 +103,7 @@ _GEMMA2 = _LLAMA._replace(
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
 )
-_GPT2 = Names(
+_GPT2 = WeightNames(
     prefix="transformer.",
     embed="wte.weight",
     norm="ln_f",
@@ -127,13 +128,13 @@ NAMES = {
     "phi3": _LLAMA._replace(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
     "gpt2": _GPT2,
 }
-# Buffers that old checkpoints stored: masks and frequencies, which the config determines.
+# Buffers in old checkpoints: masks and frequencies, which the config determines.
 DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def targets(config: ModelConfig, prefixed: bool = True) -> Iterator[Target]:
-    """Every parameter of the Decoder of a config. prefixed: as a whole causal model is stored; a
-    model without its head is stored without the prefix of the names.
+    """Every parameter of the Decoder of a config. prefixed: as a causal language model is stored; a
+    model without a head is stored without the prefix.
     """
     names = NAMES[config.model_type]
     prefix = names.prefix if prefixed else ""
@@ -149,7 +150,7 @@ def targets(config: ModelConfig, prefixed: bool = True) -> Iterator[Target]:
 
 
 def _whole(name: str, source: str, shape: Shape) -> Target:
-    return Target(name, shape, (Piece(source, 0, shape[0]),))
+    return Target(name, shape, (WeightSlice(source, 0, shape[0]),))
 
 
 def _norm(config: ModelConfig, name: str, source: str, size: int) -> Iterator[Target]:
@@ -157,7 +158,7 @@ def _norm(config: ModelConfig, name: str, source: str, size: int) -> Iterator[Ta
         yield _whole(f"{name}.{part}", f"{source}.{part}", (size,))
 
 
-def _layer(config: ModelConfig, names: Names, ours: str, theirs: str) -> Iterator[Target]:
+def _layer(config: ModelConfig, names: WeightNames, ours: str, theirs: str) -> Iterator[Target]:
     for name in ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm"):
         if source := getattr(names, name):
             yield from _norm(config, ours + name, theirs + source, config.hidden_size)
@@ -166,12 +167,14 @@ def _layer(config: ModelConfig, names: Names, ours: str, theirs: str) -> Iterato
             source = f"{theirs}self_attn.{name}"
             yield from _norm(config, f"{ours}attention.{name}", source, config.head_dim)
     for name, sources, parts, columns, bias in _projections(config, names):
-        fused = Fused(ours + name, tuple(theirs + s for s in sources), parts, names.transposed)
+        fused = FusedProjection(
+            ours + name, tuple(theirs + s for s in sources), parts, names.transposed
+        )
         yield from fused.targets(columns, bias, cut=1 if name.endswith(("out", "down")) else 0)
 
 
-def _projections(config: ModelConfig, names: Names):
-    """(our name, their names, rows of each part, columns, has a bias)"""
+def _projections(config: ModelConfig, names: WeightNames):
+    """(decoder name, checkpoint names, rows of each projection, columns, has a bias)"""
     c = config
     q, kv, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
     up = (inner, inner) if c.gated else (inner,)
@@ -181,8 +184,8 @@ def _projections(config: ModelConfig, names: Names):
     yield "mlp.down", (names.down,), (c.hidden_size,), inner, c.mlp_bias
 
 
-class Fused(NamedTuple):
-    """A projection of several parts, stored as one tensor or as one for each part."""
+class FusedProjection(NamedTuple):
+    """Several projections in one parameter, stored as one tensor or as one for each."""
 
     name: str
     sources: tuple[str, ...]
@@ -193,22 +196,22 @@ class Fused(NamedTuple):
         shape = (sum(self.parts), columns)
         weight = self.pieces("weight")
         yield Target(f"{self.name}.weight", shape, weight, self.transposed, cut)
-        if bias:  # after a sum over ranks a bias must have been added once
+        if bias:  # ranks are summed, so only one of them may add the bias
             pieces = self.pieces("bias")
             yield Target(f"{self.name}.bias", shape[:1], pieces, False, -1 if cut else 0)
 
-    def pieces(self, kind: str) -> tuple[Piece, ...]:
+    def pieces(self, kind: str) -> tuple[WeightSlice, ...]:
         split = len(self.sources) == len(self.parts)
         names = self.sources if split else self.sources * len(self.parts)
         starts = [0] * len(self.parts) if split else accumulate(self.parts, initial=0)
         return tuple(
-            Piece(f"{name}.{kind}", start, rows)
+            WeightSlice(f"{name}.{kind}", start, rows)
             for name, start, rows in zip(names, starts, self.parts, strict=False)
         )
 
 
 def expected(wanted: Iterable[Target]) -> dict[str, Shape]:
-    """Tensors that a checkpoint must have, and their shapes."""
+    """The tensors that a checkpoint must have, and their shapes."""
     shapes: dict[str, Shape] = {}
     for target in wanted:
         shapes |= target.sources

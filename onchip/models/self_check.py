@@ -1,4 +1,4 @@
-"""Whether a model computes over pages what it computes by itself: a few tokens say."""
+"""The self check: a model over pages must give the logits of its own attention on a few tokens."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -11,19 +11,19 @@ from onchip.kvcache import KVCache
 from onchip.models.decoder import positions_of
 from onchip.models.protocol import Model
 
-MOST_TOKENS = 16  # a rehearsal takes no more positions
-# How far logits over pages may be from those of the model's own attention, RMS over RMS. Measured
-# on tiny models: 6e-7 in fp32, 0.02 in bf16, 0.07 where many experts are chosen in many layers, and
-# from 0.58 on where positions are not what the model counts.
+MAX_TOKENS = 16  # a self check needs at most so many positions
+# The largest error of logits over pages against the model's own attention, RMS over RMS. Measured
+# on tiny models: 6e-7 in fp32, 0.02 in bf16, 0.07 with many experts chosen in many layers; 0.58 or
+# more where the model counts positions differently.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2}
 _ROUNDING_16 = 0.25
-_ENDS = ((0, 4, 5, 6), (0, 0, 9, 11))  # where the steps of two sequences end
+_ENDS = ((0, 4, 5, 6), (0, 0, 9, 11))  # the ends of the steps of two sequences
 
 
 @torch.no_grad()
-def rehearse(model: Model, own: Callable[[Tensor], Tensor]) -> None:
-    """Two short sequences over pages, in chunks and packed, against own(tokens), logits of each of
-    them alone; UnsupportedError where they differ by more than roundings.
+def run_self_check(model: Model, own: Callable[[Tensor], Tensor]) -> None:
+    """Compare two short sequences over pages, in chunks and packed, with own(tokens), the logits of
+    each sequence alone. UnsupportedError if they differ by more than rounding errors.
     """
     texts = [_some_tokens(model, ends[-1]) for ends in _ENDS]
     ours, exact = _over_pages(model, texts), torch.cat([own(text) for text in texts]).double()
@@ -32,13 +32,13 @@ def rehearse(model: Model, own: Callable[[Tensor], Tensor]) -> None:
     bound = _ROUNDING.get(model.cache_spec().dtype, _ROUNDING_16)
     if not error <= bound:
         raise UnsupportedError(
-            f"in a rehearsal its logits over pages differ from its own by {error:.2g} of their"
-            f" size, more than roundings do ({bound:g})"
+            f"in a self check its logits over pages differ from its own by {error:.2g} of their"
+            f" size, more than rounding errors do ({bound:g})"
         )
 
 
 def _some_tokens(model: Model, count: int) -> Tensor:
-    """Any will do; 0 to 2 often mean something."""
+    """Arbitrary tokens, but not 0 to 2, which are often special."""
     each = torch.arange(count, device=model.device)
     return (3 + count + 7 * each) % model.config.vocab_size
 

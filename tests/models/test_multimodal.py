@@ -1,4 +1,4 @@
-"""Text-only use of checkpoints of several modalities: logits are those of transformers."""
+"""Multimodal checkpoints with text alone: the logits equal those of transformers."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 
 from onchip import models
 from onchip.models.folders import is_native
-from tests.models.foreigners import quiet, randomise
+from tests.models.foreign_models import quiet, randomise
 
 transformers = pytest.importorskip("transformers")
 
@@ -65,7 +65,7 @@ def twin(request, tmp_path):
 
 @pytest.mark.parametrize("twin", CHECKPOINTS, indirect=True)
 @torch.no_grad()
-def test_logits_of_text_are_those_of_transformers(twin, tmp_path):
+def test_logits_of_text_equal_transformers(twin, tmp_path):
     words = torch.randint(3, 131, (2, 40), generator=torch.Generator().manual_seed(1))
     assert is_native(tmp_path)
     decoder = models.load(tmp_path)
@@ -76,7 +76,7 @@ def test_logits_of_text_are_those_of_transformers(twin, tmp_path):
 
 @pytest.mark.parametrize("twin", ["qwen2_5_vl"], indirect=True)
 def test_fields_of_text_at_the_top_level(twin, tmp_path):
-    """As checkpoints were written before text_config."""
+    """As in checkpoints from before text_config."""
     file = tmp_path / "config.json"
     data = json.loads(file.read_text())
     text = data.pop("text_config")
@@ -89,7 +89,7 @@ def test_fields_of_text_at_the_top_level(twin, tmp_path):
 
 
 @pytest.mark.parametrize("twin", ["mistral3"], indirect=True)
-def test_what_is_saved_is_a_text_model(twin, tmp_path):
+def test_a_saved_model_is_a_text_model(twin, tmp_path):
     decoder = models.load(tmp_path)
     models.save(decoder, tmp_path / "text")
     assert json.loads((tmp_path / "text" / "config.json").read_text())["model_type"] == "mistral"
@@ -98,7 +98,7 @@ def test_what_is_saved_is_a_text_model(twin, tmp_path):
     assert all(same)
 
 
-def test_a_language_model_of_another_family_is_left_to_others(tmp_path):
+def test_a_language_model_of_another_family_is_not_native(tmp_path):
     data = {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}
     (tmp_path / "config.json").write_text(json.dumps(data))
     assert not is_native(tmp_path)

@@ -1,4 +1,4 @@
-"""Strips of 192 queries: what a forward of three warpgroups walks instead of block rows."""
+"""Strips of 192 queries: the lists that a forward with three warpgroups walks."""
 
 import gc
 from itertools import product
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from onchip import masks
+from onchip.kernels.strips import _CACHE, BIT_TILE, CUT, FAR, UNSEEN, strips_of
 from onchip.masks.bits import unpack
-from onchip.masks.strips import _KEPT, BIT_TILE, CUT, FAR, UNSEEN, strips_of
 
 EMPTY, PARTIAL, FULL = range(3)
 ROWS = 192
@@ -16,7 +16,7 @@ SIZES = [(799, 799), (128, 300), (1, 1), (192, 5000), (1500, 1111), (300, 1280),
 
 
 def some_blocks(seqlen_q, seqlen_k, seed=0):
-    """Of two batch entries and three heads: a third of the blocks each empty, full, and of bits."""
+    """Two batch entries, three heads: a third of the blocks each EMPTY, FULL and PARTIAL."""
     draw = torch.Generator().manual_seed(seed)
     kinds = torch.rand(2, 3, -(-seqlen_q // 128), -(-seqlen_k // 128), generator=draw)
     kinds = kinds.repeat_interleave(128, 2).repeat_interleave(128, 3)[..., :seqlen_q, :seqlen_k]
@@ -29,8 +29,8 @@ def build(rule, seqlen_q, seqlen_k):
 
 
 def walks(mask):
-    """Of each side of each strip: (blocks as status() has them, its entries, counts, the side), an
-    entry being (block, its part in the side's row).
+    """For each side of each strip: (blocks of status(), its entries, counts, the side); an entry is
+    (block, its value in the side's row).
     """
     heads, entries, _ = strips_of(mask)
     planes_b, planes_h, seqlen_q, _ = mask.shape
@@ -49,7 +49,7 @@ def walks(mask):
     "make", [some_blocks, lambda *_: masks.causal(), lambda *_: masks.window(200, 0)],
     ids=["blocks", "causal", "window"],
 )  # fmt: skip
-def test_both_sides_see_their_rows(lengths, make):
+def test_both_sides_list_their_rows(lengths, make):
     mask = build(make(*lengths), *lengths)
     for blocks, pairs, _, _ in walks(mask):
         seen = [(n, part) for n, part in pairs if part != UNSEEN]
@@ -59,7 +59,7 @@ def test_both_sides_see_their_rows(lengths, make):
             assert bool(part & CUT) == (128 * (n + 1) > lengths[1])
 
 
-def test_bit_tiles_are_those_of_their_blocks():
+def test_entries_have_the_bit_tiles_of_their_blocks():
     n, compared = 700, 0
     mask = build(some_blocks(n, n), n, n)
     dense = torch.nn.functional.pad(mask.to_dense(), (0, 68, 0, 68))
@@ -77,11 +77,11 @@ def test_bit_tiles_are_those_of_their_blocks():
 
 
 @pytest.mark.parametrize("lengths", SIZES, ids=str)
-def test_where_a_side_finds_its_own(lengths):
-    """What the kernel counts on: the formula of its first and its last entry, steps by FAR between
-    them, and never more than one of the others' between two of its own or, from the last entry to
-    the first, after them: who waits for more while it holds a tile, or before it takes the next
-    strip, would wait for ever.
+def test_the_order_of_entries_lets_no_warpgroup_wait_for_ever(lengths):
+    """The kernel relies on the formula of a side's first and last entry, on FAR for the steps
+    between them, and on at most one entry of the other side between two of its own and, from the
+    last entry to the first, after them. A warpgroup that skips more entries while it holds a tile,
+    or before it takes the next strip, would deadlock.
     """
     mask = build(some_blocks(*lengths), *lengths)
     for _, pairs, (both, *alone), side in walks(mask):
@@ -94,19 +94,19 @@ def test_where_a_side_finds_its_own(lengths):
         assert not own or own[0] == pairs[own[0]][1] & FAR
 
 
-def test_they_are_made_once_and_go_with_their_mask():
+def test_strips_are_built_once_and_freed_with_their_mask():
     mask = build(masks.causal(), 500, 500)
-    before = len(_KEPT)
+    before = len(_CACHE)
     assert strips_of(mask) is strips_of(mask)
     again = type(mask).from_tensors(mask.tensors(), 500, 500)
     assert strips_of(again) is strips_of(mask)
-    assert len(_KEPT) == before + 1
+    assert len(_CACHE) == before + 1
     del mask, again
     gc.collect()
-    assert len(_KEPT) == before
+    assert len(_CACHE) == before
 
 
-def test_a_mask_that_was_written_to_is_another():
+def test_strips_of_a_modified_mask_are_built_again():
     mask = build(some_blocks(500, 500), 500, 500)
     before = strips_of(mask)
     mask.rows.partial_tiles.copy_(mask.rows.partial_tiles.flip(0))
@@ -117,8 +117,8 @@ def test_a_mask_that_was_written_to_is_another():
     assert torch.equal(strips_of(other).entries, before.entries)
 
 
-def test_how_much_of_a_strip_is_shared():
-    """Neighbouring rows of a window see the same keys, those of blocks at random do not."""
+def test_the_shared_fraction_of_a_strip():
+    """Neighbouring rows of a window see the same keys, rows of random blocks do not."""
     n = 128 * 60
     draw = torch.rand(1, 1, 60, 60, generator=torch.Generator().manual_seed(0))
     few = (draw < 0.1).repeat_interleave(128, 2).repeat_interleave(128, 3)
@@ -127,7 +127,7 @@ def test_how_much_of_a_strip_is_shared():
     assert 0.8 < shared(masks.window(1023, 0)) < 1.0 and shared(masks.causal()) > 0.95
 
 
-def test_a_mask_of_nothing():
+def test_an_empty_mask():
     mask = build(masks.dense(torch.zeros(1, 1, 300, 300, dtype=torch.bool)), 300, 300)
     heads, entries, _ = strips_of(mask)
     assert heads[..., 1:].sum() == 0 and len(entries) == 1

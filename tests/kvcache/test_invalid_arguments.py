@@ -1,5 +1,5 @@
-"""A public method raises before it changes anything, or leaves a cache that is consistent: seeded
-random calls, with arguments that fit and arguments that do not.
+"""A public method raises before it changes anything, or leaves the cache consistent: seeded random
+calls, with valid and invalid arguments.
 """
 
 import inspect
@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from onchip.kvcache import (
-    Family,
     HostTier,
     KVCache,
     NoRoom,
+    PageTable,
     Pool,
     PrefixIndex,
     Sequence,
+    SequenceGroup,
     Spec,
-    Table,
 )
 from onchip.kvcache.prefix import Chain
 
@@ -27,7 +27,7 @@ REFUSED = ValueError, TypeError, AttributeError, IndexError
 
 
 def public(kind):
-    """The methods of a class by name, so that a new one cannot be left out."""
+    """The methods of a class by name: a new method is included without a change here."""
     found = inspect.getmembers(kind, inspect.isfunction)
     return {name: f for name, f in found if not name.startswith("_")}
 
@@ -38,18 +38,18 @@ def parameters(method):
 
 def pool_state(pool):
     arrays = (pool._refs, pool._filled, pool._blank, pool._next, pool._prev)
-    tables = {t: (t.length, t.pages, t._away) for t in pool.tables}
-    return [list(a) for a in arrays], tables, pool._on_forget
+    tables = {t: (t.length, t.pages, t._swapped_out) for t in pool.tables}
+    return [list(a) for a in arrays], tables, pool._on_evict
 
 
 class Rig:
-    """A cache with sequences in every state, and what can be said of it."""
+    """A cache with sequences in every state, and a snapshot of that state."""
 
     def __init__(self, seed):
         self.chance = random.Random(seed)
         self.cache, self.strange = (self._cache() for _ in range(2))
         self.tier = HostTier(self.cache, 12, chunk_pages=2)
-        self.sequences, self.families = [], []
+        self.sequences, self.groups = [], []
         self.gone = self.cache.open()
         self.cache.free(self.gone)
         self.foreign = self.strange.open()
@@ -63,12 +63,16 @@ class Rig:
             (s.tokens.copy(), s.computed, s.row, s.length, s.chain.keys.copy())
             for s in (*self.sequences, self.gone, self.foreign)
         ]
-        entries = dict(index._entries), {k: list(m) for k, m in index._after.items()}, index._epoch
-        host = list(self.tier._free_chunks), {f: f.place for f in self.tier.families}
+        entries = (
+            dict(index._entries),
+            {k: list(m) for k, m in index._followers.items()},
+            index._epoch,
+        )
+        host = list(self.tier._free_chunks), {f: f.status for f in self.tier.groups}
         return pool_state(cache.pool), entries, handles, list(cache.host_table.free_rows), host
 
     def value(self, name):
-        """One that fits the parameter more often than not."""
+        """An argument that is valid more often than not."""
         chance, some = self.chance, [*self.sequences, self.gone, self.foreign]
         ids = lambda: [chance.randrange(3) for _ in range(chance.randrange(7))]
         few = lambda make: [make() for _ in range(self.count)]
@@ -81,7 +85,7 @@ class Rig:
             "length": lambda: chance.randrange(-1, 6),
             "counts": lambda: few(lambda: chance.randrange(-1, 7)),
             "lengths": lambda: few(lambda: chance.randrange(0, 6)),
-            "family": lambda: chance.choice([*self.families, None]),
+            "group": lambda: chance.choice([*self.groups, None]),
             "tokens": lambda: few(ids) if self.name == "append_all" else ids(),
             "salt": lambda: chance.choice(["", "a"]),
             "layer": lambda: 0,
@@ -91,11 +95,11 @@ class Rig:
 
     def step(self):
         owner = self.chance.choice([self.cache, self.cache, self.cache, self.tier])
-        skip = {"reset", "seat", "unseat"}  # the last two are what the tier calls
+        skip = {"reset", "assign_row", "release_row"}  # the last two belong to the host tier
         self.name = name = self.chance.choice(sorted(set(public(type(owner))) - skip))
-        self.count = self.chance.randrange(3)  # of every list
+        self.count = self.chance.randrange(3)  # the length of every list argument
         args = {n: self.value(n) for n in parameters(getattr(type(owner), name))}
-        self.tier.poll()  # as every call of the tier does first
+        self.tier.poll()  # every method of the tier does so first
         before = self.state()
         try:
             found = getattr(owner, name)(**args)
@@ -104,8 +108,8 @@ class Rig:
             return name, False
         if isinstance(found, Sequence):
             self.sequences.append(found)
-        elif isinstance(found, Family):
-            self.families.append(found)
+        elif isinstance(found, SequenceGroup):
+            self.groups.append(found)
         elif isinstance(found, NoRoom):
             assert self.state() == before, (name, args)
         self.sequences = [s for s in self.sequences if s.table in self.cache.pool.tables]
@@ -114,8 +118,8 @@ class Rig:
 
     def end(self):
         """Every sequence can be freed, and then every page and row is free."""
-        for family in list(self.tier.families):
-            self.tier.discard(family)
+        for group in list(self.tier.groups):
+            self.tier.discard(group)
         for sequence in self.sequences:
             if sequence.row is not None:
                 self.cache.free(sequence)
@@ -125,7 +129,7 @@ class Rig:
         assert len(self.cache.host_table.free_rows) == self.cache.max_seqs
 
 
-def test_a_cache_survives_junk():
+def test_a_cache_survives_invalid_arguments():
     served, refused = set(), set()
     for seed in range(12):
         rig = Rig(seed)
@@ -133,7 +137,16 @@ def test_a_cache_survives_junk():
             name, good = rig.step()
             (served if good else refused).add(name)
         rig.end()
-    wanted = {"open", "append", "append_all", "reserve", "tell", "fork", "truncate", "commit"}
+    wanted = {
+        "open",
+        "append",
+        "append_all",
+        "reserve",
+        "append_tokens",
+        "fork",
+        "truncate",
+        "commit",
+    }
     wanted |= {"commit_all", "free", "view", "reserve_all", "reserve_each", "swap_out"}
     assert wanted <= served and wanted <= refused
 
@@ -148,7 +161,7 @@ def pool_value(chance, pool, name, tables):
         "tables": lambda: few(lambda: chance.choice(tables)),
         "pages": lambda: few(page),
         **dict.fromkeys(("page", "source"), page),
-        "on_forget": lambda: lambda page: None,
+        "on_evict": lambda: lambda page: None,
     }
     if name == "num_tokens":
         return chance.choice([lambda: chance.randrange(-1, 5), lambda: [1, 2]])()
@@ -156,14 +169,14 @@ def pool_value(chance, pool, name, tables):
     return makes.get(name, lambda: chance.randrange(-1, most))()
 
 
-def test_a_pool_survives_junk():
+def test_a_pool_survives_invalid_arguments():
     served, refused = set(), set()
     for seed in range(40):
         chance, pool, strange = random.Random(seed), Pool(10, 4), Pool(10, 4)
         freed = pool.alloc(3)
         pool.free(freed)
         tables = [freed, strange.alloc(3), pool.alloc(4)]
-        pool.keep(tables[-1][0], 4)
+        pool.mark_cached(tables[-1][0], 4)
         for _ in range(150):
             name, method = chance.choice(sorted(public(Pool).items()))
             args = {n: pool_value(chance, pool, n, tables) for n in parameters(method)}
@@ -175,7 +188,7 @@ def test_a_pool_survives_junk():
                 refused.add(name)
                 continue
             served.add(name)
-            tables += [found] if isinstance(found, Table) else []
+            tables += [found] if isinstance(found, PageTable) else []
             assert not isinstance(found, NoRoom) or pool_state(pool) == before[0]
             pool.check()
         for table in pool.tables:
@@ -196,24 +209,24 @@ def test_a_pool_survives_junk():
         ([1, 2, 3], "3 ids for 2 reserved"),
     ],
 )
-def test_ids_that_are_none_are_refused_when_they_are_told(ids, match):
-    """`free` publishes them: it failed for good."""
+def test_invalid_token_ids_are_refused_when_they_are_appended(ids, match):
+    """Accepted ids reach `free`, which publishes them and then failed every time."""
     cache = Rig(0).cache
     sequence = cache.open()
     cache.reserve(sequence, 2)
     with pytest.raises(ValueError, match=match):
-        cache.tell(sequence, ids)
+        cache.append_tokens(sequence, ids)
     assert sequence.tokens == []
-    cache.tell(sequence, torch.tensor([4]))
-    cache.tell(sequence, b"\x05")
+    cache.append_tokens(sequence, torch.tensor([4]))
+    cache.append_tokens(sequence, b"\x05")
     cache.commit(sequence)
     cache.free(sequence)
     assert sorted(cache.prefix._entries.values())[0].ids[0] == 4
     with pytest.raises(ValueError, match="freed already"):
-        cache.tell(sequence, [1])
+        cache.append_tokens(sequence, [1])
 
 
-def test_handles_from_before_a_reset_are_strangers():
+def test_handles_from_before_a_reset_are_foreign():
     cache = Rig(0).cache
     sequence = cache.open()
     cache.append(sequence, [1, 2, 3, 4, 5])
@@ -238,4 +251,4 @@ def test_prefixes_of_other_tables_are_not_published():
         with pytest.raises(ValueError, match="cannot publish"):
             index.publish(wrong, list(ids), length, chain)
     index.check()
-    assert isinstance(table, Table) and not len(index)
+    assert isinstance(table, PageTable) and not len(index)
