@@ -15,6 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels.hopper.block_sparse import Blocks, Entries, block_tiles
+from onchip.kernels.hopper.mask import hide_transposed, keys_of, visible
 from onchip.kernels.hopper.pipe import (
     Exchange,
     Rider,
@@ -31,19 +33,9 @@ from onchip.kernels.hopper.pipe import (
     store_wait,
     tensor_descriptor,
 )
-from onchip.kernels.hopper.schedule import (
-    Blocks,
-    Entries,
-    Order,
-    Shape,
-    block_tiles,
-    hide_transposed,
-    keys_of,
-    next_ticket,
-    padded_tile,
-    visible,
-)
+from onchip.kernels.hopper.seqlen import Shape, padded_tile
 from onchip.kernels.hopper.softmax import Scale
+from onchip.kernels.hopper.tile_scheduler import Order, next_ticket
 
 
 @aggregate

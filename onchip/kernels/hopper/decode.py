@@ -27,8 +27,8 @@ from onchip.kernels.hopper.pipe import (
     meet,
 )
 from onchip.kernels.hopper.results import WARPS, Out
-from onchip.kernels.hopper.schedule import plus
 from onchip.kernels.hopper.softmax import Scale
+from onchip.kernels.hopper.tile_scheduler import plus
 from onchip.kernels.hopper.words import Halves, Scales, add_words, halves, in_order, numbers
 
 ROWS = gl.constexpr(16)  # of a product: queries x heads of a group, the rest is padding

@@ -13,7 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from onchip.kernels.hopper.block_sparse import Blocks, Entries, Share, Strips
 from onchip.kernels.hopper.job import Config, Job, Pipes, Place
+from onchip.kernels.hopper.mask import Keys, bit_words, hide, visible
+from onchip.kernels.hopper.paging import make_pages
 from onchip.kernels.hopper.pipe import (
     Ring,
     follow,
@@ -26,19 +29,7 @@ from onchip.kernels.hopper.pipe import (
     tensor_descriptor,
 )
 from onchip.kernels.hopper.producer import produce
-from onchip.kernels.hopper.schedule import (
-    Blocks,
-    Entries,
-    Keys,
-    Order,
-    Shape,
-    Share,
-    Strips,
-    bit_words,
-    hide,
-    make_pages,
-    visible,
-)
+from onchip.kernels.hopper.seqlen import Shape
 from onchip.kernels.hopper.softmax import (
     LN2,
     LOG2E,
@@ -52,6 +43,7 @@ from onchip.kernels.hopper.softmax import (
     softmax,
     whole_sums,
 )
+from onchip.kernels.hopper.tile_scheduler import Order
 
 
 @aggregate

@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels.hopper.block_sparse import Blocks
 from onchip.kernels.hopper.forward import (
     Out,
     close_rows,
@@ -33,6 +34,8 @@ from onchip.kernels.hopper.forward import (
     wide_places,
 )
 from onchip.kernels.hopper.job import Config, Job, Pipes, Place
+from onchip.kernels.hopper.mask import Keys, visible
+from onchip.kernels.hopper.paging import make_pages
 from onchip.kernels.hopper.pipe import (
     follow,
     make_baton,
@@ -42,7 +45,7 @@ from onchip.kernels.hopper.pipe import (
     store_wait,
 )
 from onchip.kernels.hopper.producer import Drawn, hand_out, hand_out_next
-from onchip.kernels.hopper.schedule import Blocks, Keys, Order, Shape, make_pages, visible
+from onchip.kernels.hopper.seqlen import Shape
 from onchip.kernels.hopper.softmax import (
     LOWEST,
     Scale,
@@ -51,6 +54,7 @@ from onchip.kernels.hopper.softmax import (
     lane_sums,
     whole_sums,
 )
+from onchip.kernels.hopper.tile_scheduler import Order
 
 BLOCK = gl.constexpr(128)  # tokens that share a scale, and a tile of keys
 LIFT = gl.constexpr(8.0)  # of p, in powers of two

@@ -17,6 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels.hopper.block_sparse import Blocks, Entries, block_tiles
+from onchip.kernels.hopper.mask import bit_words, hide, hide_transposed, keys_of, visible
 from onchip.kernels.hopper.pipe import (
     Rider,
     Ring,
@@ -29,21 +31,9 @@ from onchip.kernels.hopper.pipe import (
     store_tile,
     store_wait,
 )
-from onchip.kernels.hopper.schedule import (
-    Blocks,
-    Entries,
-    Order,
-    Shape,
-    bit_words,
-    block_tiles,
-    hide,
-    hide_transposed,
-    keys_of,
-    next_ticket,
-    padded_tile,
-    visible,
-)
+from onchip.kernels.hopper.seqlen import Shape, padded_tile
 from onchip.kernels.hopper.softmax import Scale
+from onchip.kernels.hopper.tile_scheduler import Order, next_ticket
 
 
 @aggregate

@@ -6,19 +6,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels.hopper.block_sparse import BLOCK, Blocks, Strips, block_tiles
+from onchip.kernels.hopper.mask import keys_of
+from onchip.kernels.hopper.paging import Pages
 from onchip.kernels.hopper.pipe import Baton, Ring, Tickets
-from onchip.kernels.hopper.schedule import (
-    BLOCK,
-    Blocks,
-    Order,
-    Pages,
-    Shape,
-    Strips,
-    block_tiles,
-    find_tile,
-    keys_of,
-)
+from onchip.kernels.hopper.seqlen import Shape
 from onchip.kernels.hopper.softmax import Scale
+from onchip.kernels.hopper.tile_scheduler import Order, find_tile
 
 
 @aggregate
@@ -121,7 +115,7 @@ class Job:
     @gluon.jit
     def find(self, number, block, passed):
         """SPARSE: most tickets may be of no queries, so the producer counts those that are of some:
-        see schedule.find_tile.
+        see tile_scheduler.find_tile.
         """
         ROWS: gl.constexpr = 64 // self.shape.GROUP * self.cfg.CONSUMERS
         return find_tile(self.shape, self.order, self.batch, number, block, passed, ROWS)

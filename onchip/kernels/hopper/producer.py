@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from onchip.kernels.hopper.pipe import AHEAD
-from onchip.kernels.hopper.schedule import end_sparse, next_ticket
+from onchip.kernels.hopper.tile_scheduler import end_sparse, next_ticket
 
 
 @gluon.jit
@@ -44,7 +44,7 @@ def load_totals(out, job, place, t):
 @aggregate
 class Drawn:
     """The last ticket of a producer, how many it has given, and where it searches: see
-    schedule.find_tile.
+    tile_scheduler.find_tile.
     """
 
     ticket: gl.tensor

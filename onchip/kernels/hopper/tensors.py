@@ -21,7 +21,7 @@ _GL_DTYPE = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.int8: gl.int8,
 }
-_FAR = 1 << 30  # as in schedule.Shape.coord
+_FAR = 1 << 30  # as in seqlen.Shape.coord
 _MOST = 0x7FFF0000  # no coordinate is larger
 # What heads that are worked on together may fill. The L2 has 50 MB, but each half of the processors
 # its own half of it: with 32 MB causal forwards read 10 to 30 % more from HBM (ncu, H200,
@@ -145,7 +145,7 @@ def _layout(dtype: torch.dtype, block: tuple[int, ...]) -> gl.NVMMASharedLayout:
 def descriptor(t: Tensor, rows: int, width: int) -> Descriptor:
     """t as (batch, heads, seqlen, dim). A packed t is ragged: two leading dimensions whose strides
     cancel modulo 2^64 let the hardware bound a sequence at its own end (coordinates:
-    schedule.Shape.coord).
+    seqlen.Shape.coord).
     """
     if t.dim() == 4:
         b, s, h, d = t.shape
@@ -165,7 +165,7 @@ def gradient_tiles(t: Tensor, width: int) -> Descriptor:
 
 def grouped(t: Tensor, rows: int, group: int, width: int) -> Descriptor:
     """The same with `rows` that are queries x heads of a group (coordinates:
-    schedule.Shape.q_coord).
+    seqlen.Shape.q_coord).
     """
     if group == 1:
         return descriptor(t, rows, width)
@@ -179,7 +179,7 @@ def grouped(t: Tensor, rows: int, group: int, width: int) -> Descriptor:
 
 
 def paged(pages: Tensor, rows: int, width: int) -> Descriptor:
-    """Pages as one ragged sequence of slots (coordinates: schedule.Pages.at). They may lie apart by
+    """Pages as one ragged sequence of slots (coordinates: paging.Pages.at). They may lie apart by
     any number of slots: `span`.
     """
     _, _, h, d = pages.shape

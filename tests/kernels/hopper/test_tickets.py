@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 
 pytest.importorskip("triton")
-from onchip.kernels.hopper import backward, gradient, producer, schedule  # noqa: E402
+from onchip.kernels.hopper import backward, gradient, producer, tile_scheduler  # noqa: E402
 
 PROGRAMS = 5
 QUERIES = 4  # of a tile
@@ -55,7 +55,7 @@ class Device:
 
 def plain(module, device, **stand_ins):
     """`produce` of a module, and all that it calls but the stand-ins, as Python runs them."""
-    world = {**vars(schedule), **vars(module)}
+    world = {**vars(tile_scheduler), **vars(module)}
     for name, found in world.items():
         if hasattr(found, "fn"):
             code, defaults = found.fn.__code__, found.fn.__defaults__
