@@ -17,7 +17,7 @@ from triton.language.core import _aggregate as aggregate
 
 from onchip.kernels.hopper.block_sparse import Blocks, Entries, block_tiles
 from onchip.kernels.hopper.mask import hide_transposed, keys_of, visible
-from onchip.kernels.hopper.pipe import (
+from onchip.kernels.hopper.pipeline import (
     Exchange,
     Rider,
     Ring,

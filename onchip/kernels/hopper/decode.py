@@ -15,7 +15,9 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from onchip.kernels.hopper.pipe import (
+from onchip.kernels.hopper.combine import WARPS, Out
+from onchip.kernels.hopper.dequant import Halves, Scales, add_words, halves, in_order, numbers
+from onchip.kernels.hopper.pipeline import (
     AHEAD,
     LANES,
     LOOKUPS,
@@ -26,10 +28,8 @@ from onchip.kernels.hopper.pipe import (
     make_lookups,
     meet,
 )
-from onchip.kernels.hopper.results import WARPS, Out
 from onchip.kernels.hopper.softmax import Scale
 from onchip.kernels.hopper.tile_scheduler import plus
-from onchip.kernels.hopper.words import Halves, Scales, add_words, halves, in_order, numbers
 
 ROWS = gl.constexpr(16)  # of a product: queries x heads of a group, the rest is padding
 KEYS = gl.constexpr(16)  # of a warp in a tile

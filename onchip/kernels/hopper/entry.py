@@ -131,7 +131,7 @@ def _missing(problem: Problem, more: dict[str, object] | None = None) -> str | N
 
 def forward(problem, x):
     if problem.precision is not None:
-        from onchip.kernels.hopper.launch8 import forward as launch
+        from onchip.kernels.hopper.launch_8bit import forward as launch
     elif splits_keys(problem):
         from onchip.kernels.hopper.launch_decode import decode as launch
     else:

@@ -14,10 +14,10 @@ from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.hopper.block_sparse import Blocks, Entries, Share, Strips
-from onchip.kernels.hopper.job import Config, Job, Pipes, Place
 from onchip.kernels.hopper.mask import Keys, bit_words, hide, visible
 from onchip.kernels.hopper.paging import make_pages
-from onchip.kernels.hopper.pipe import (
+from onchip.kernels.hopper.params import Config, Job, Pipes, Place
+from onchip.kernels.hopper.pipeline import (
     Ring,
     follow,
     make_baton,

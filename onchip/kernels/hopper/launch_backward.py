@@ -1,7 +1,7 @@
 """From a call's tensors to the launches of the Hopper backward: prepare, the gradients, finish.
 
 All gradients come from one kernel (backward.py) where dq may be summed in the order tiles happen to
-finish; else dq comes from a kernel of its own (gradient.py), and at head_dim 256 dk and dv, too.
+finish; else dq comes from a kernel of its own (backward_split.py), and at head_dim 256 dk and dv.
 
 Between them travel two buffers in which every sequence of every head starts a new tile of queries
 (numbered as backward.Job.padded_tile does): `rows`, per tile tile_m times lse in base 2, then
@@ -27,7 +27,7 @@ from onchip.kernels.configs import (
 from onchip.kernels.counters import counter
 from onchip.kernels.handles import Handle, on_device
 from onchip.kernels.hopper.backward import backward_kernel
-from onchip.kernels.hopper.launch_gradient import key_gradient, query_gradient, value_gradient
+from onchip.kernels.hopper.launch_backward_split import key_gradient, query_gradient, value_gradient
 from onchip.kernels.hopper.tensors import (
     L2_BACKWARD,
     Frame,

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from onchip.kernels.hopper.pipe import LANES, Lookups, make_lookups
+from onchip.kernels.hopper.pipeline import LANES, Lookups, make_lookups
 
 
 @aggregate

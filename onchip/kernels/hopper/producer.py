@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from onchip.kernels.hopper.pipe import AHEAD
+from onchip.kernels.hopper.pipeline import AHEAD
 from onchip.kernels.hopper.tile_scheduler import end_sparse, next_ticket
 
 

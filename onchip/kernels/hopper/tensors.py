@@ -159,7 +159,7 @@ def descriptor(t: Tensor, rows: int, width: int) -> Descriptor:
 
 
 def gradient_tiles(t: Tensor, width: int) -> Descriptor:
-    """64 rows of a gradient, of which an fp32 one is stored in halves (pipe.store_halves)."""
+    """64 rows of a gradient, of which an fp32 one is stored in halves (pipeline.store_halves)."""
     return descriptor(t, 64, width // 2 if t.dtype == torch.float32 else width)
 
 

@@ -37,7 +37,7 @@ if triton.knobs.runtime.interpret:
 TARGET = GPUTarget("cuda", 90, 32)
 HOPPER = DeviceInfo("cuda", "NVIDIA H200", (9, 0))
 SHARED_BYTES = 232448
-FIRST_NUMBER = 8  # of barriers: onchip/kernels/hopper/pipe.py
+FIRST_NUMBER = 8  # of barriers: onchip/kernels/hopper/pipeline.py
 MATRIX_PRODUCTS = ("HGMMA", "QGMMA", "IGMMA", "HMMA")  # of 16 bits, FP8 and integers
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -14,7 +14,7 @@ from onchip.kernels.configs import (
     hopper_width,
 )
 from onchip.kernels.handles import Handle
-from onchip.kernels.hopper.gradient import gradient_kernel
+from onchip.kernels.hopper.backward_split import gradient_kernel
 from onchip.kernels.hopper.tensors import (
     L2_BACKWARD,
     Frame,
@@ -61,7 +61,7 @@ def value_gradient(
 
 
 class _Side(NamedTuple):
-    """Operands as gradient.py names them, and the tensor whose gradient it is."""
+    """Operands as backward_split.py names them, and the tensor whose gradient it is."""
 
     a0: Tensor
     a1: Tensor

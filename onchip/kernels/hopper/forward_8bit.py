@@ -33,10 +33,10 @@ from onchip.kernels.hopper.forward import (
     take_work,
     wide_places,
 )
-from onchip.kernels.hopper.job import Config, Job, Pipes, Place
 from onchip.kernels.hopper.mask import Keys, visible
 from onchip.kernels.hopper.paging import make_pages
-from onchip.kernels.hopper.pipe import (
+from onchip.kernels.hopper.params import Config, Job, Pipes, Place
+from onchip.kernels.hopper.pipeline import (
     follow,
     make_baton,
     make_ring,

@@ -9,7 +9,7 @@ from triton.language.core import _aggregate as aggregate
 from onchip.kernels.hopper.block_sparse import BLOCK, Blocks, Strips, block_tiles
 from onchip.kernels.hopper.mask import keys_of
 from onchip.kernels.hopper.paging import Pages
-from onchip.kernels.hopper.pipe import Baton, Ring, Tickets
+from onchip.kernels.hopper.pipeline import Baton, Ring, Tickets
 from onchip.kernels.hopper.seqlen import Shape
 from onchip.kernels.hopper.softmax import Scale
 from onchip.kernels.hopper.tile_scheduler import Order, find_tile

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.core import _aggregate as aggregate
 
 from onchip.kernels import unpack
-from onchip.kernels.hopper.pipe import LANES
+from onchip.kernels.hopper.pipeline import LANES
 from onchip.kernels.hopper.softmax import approximate
 
 _E4M3 = gl.constexpr(unpack.E4M3)

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from onchip.kernels.hopper.pipe import meet
+from onchip.kernels.hopper.pipeline import meet
 from onchip.kernels.hopper.softmax import LN2, LOG2E
 
 WARPS = gl.constexpr(4)  # of a consumer

@@ -9,7 +9,7 @@ from torch import Tensor
 from onchip.kernels.configs import hopper_eight_config, hopper_width
 from onchip.kernels.counters import counter
 from onchip.kernels.handles import Handle
-from onchip.kernels.hopper.forward8 import forward8_kernel
+from onchip.kernels.hopper.forward_8bit import forward8_kernel
 from onchip.kernels.hopper.tensors import (
     L2_FORWARD,
     descriptor,
