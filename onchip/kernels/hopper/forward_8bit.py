@@ -22,17 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from triton.language.core import _aggregate as aggregate
 
 from onchip.kernels.hopper.block_sparse import Blocks
-from onchip.kernels.hopper.forward import (
+from onchip.kernels.hopper.epilogue import (
     Out,
     close_rows,
     lse_places,
     normalised,
-    score,
-    skip,
     store_lse,
-    take_work,
     wide_places,
 )
+from onchip.kernels.hopper.forward import score, skip, take_work
 from onchip.kernels.hopper.mask import Keys, visible
 from onchip.kernels.hopper.paging import make_pages
 from onchip.kernels.hopper.params import Config, Job, Pipes, Place
