@@ -13,8 +13,8 @@ i, so that its exponentials hide under them; v dout of tile i + 1 follows, and h
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
-from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.block_sparse import Blocks, Entries, block_tiles
 from onchip.kernels.hopper.mask import hide_transposed, keys_of, visible
 from onchip.kernels.hopper.pipeline import (
@@ -49,16 +49,6 @@ class Pipes:
     v: Ring
     ds: Exchange
     tickets: Tickets
-
-    @gluon.constexpr_function
-    def __init__(self, q, rows, dout, k, v, ds, tickets):
-        self.q = q
-        self.rows = rows
-        self.dout = dout
-        self.k = k
-        self.v = v
-        self.ds = ds
-        self.tickets = tickets
 
     @gluon.jit
     def close(self):
@@ -114,17 +104,6 @@ class Job:
     num_sequences: gl.tensor
     cfg: Config
 
-    @gluon.constexpr_function
-    def __init__(self, shape, mirror, blocks, order, scale, softmax_scale, num_sequences, cfg):
-        self.shape = shape
-        self.mirror = mirror
-        self.blocks = blocks
-        self.order = order
-        self.scale = scale
-        self.softmax_scale = softmax_scale
-        self.num_sequences = num_sequences
-        self.cfg = cfg
-
     @gluon.jit
     def place(self, ticket):
         """(batch, kv_head, first key) of a ticket: the first keys, which causal rows see most of,
@@ -152,13 +131,6 @@ class Out:
     dv: tensor_descriptor
     slots: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, dq, dk, dv, slots):
-        self.dq = dq
-        self.dk = dk
-        self.dv = dv
-        self.slots = slots
-
 
 @aggregate
 class Walk:
@@ -172,15 +144,6 @@ class Walk:
     masked: gl.tensor
     count: gl.tensor
     entries: Entries
-
-    @gluon.constexpr_function
-    def __init__(self, lo, full_lo, full_hi, masked, count, entries):
-        self.lo = lo
-        self.full_lo = full_lo
-        self.full_hi = full_hi
-        self.masked = masked
-        self.count = count
-        self.entries = entries
 
     @gluon.jit
     def tile(self, job, j):
@@ -221,14 +184,6 @@ class Place:
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     first_tile: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, walk, col, seqlen_q, seqlen_k, first_tile):
-        self.walk = walk
-        self.col = col
-        self.seqlen_q = seqlen_q
-        self.seqlen_k = seqlen_k
-        self.first_tile = first_tile
 
 
 @gluon.jit

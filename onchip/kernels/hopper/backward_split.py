@@ -15,8 +15,8 @@ fit the registers.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
-from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.block_sparse import Blocks, Entries, block_tiles
 from onchip.kernels.hopper.mask import bit_words, hide, hide_transposed, keys_of, visible
 from onchip.kernels.hopper.pipeline import (
@@ -46,15 +46,6 @@ class Pipes:
     b1: Ring
     rows: Rider
     tickets: Tickets
-
-    @gluon.constexpr_function
-    def __init__(self, a0, a1, b0, b1, rows, tickets):
-        self.a0 = a0
-        self.a1 = a1
-        self.b0 = b0
-        self.b1 = b1
-        self.rows = rows
-        self.tickets = tickets
 
     @gluon.jit
     def close(self):
@@ -111,16 +102,6 @@ class Place:
     start_other: gl.tensor
     length_other: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, batch, head, row, start, length, start_other, length_other):
-        self.batch = batch
-        self.head = head
-        self.row = row
-        self.start = start
-        self.length = length
-        self.start_other = start_other
-        self.length_other = length_other
-
 
 @aggregate
 class Job:
@@ -134,17 +115,6 @@ class Job:
     rows: gl.tensor
     num_sequences: gl.tensor
     cfg: Config
-
-    @gluon.constexpr_function
-    def __init__(self, shape, blocks, order, scale, factor, rows, num_sequences, cfg):
-        self.shape = shape
-        self.blocks = blocks
-        self.order = order
-        self.scale = scale
-        self.factor = factor
-        self.rows = rows
-        self.num_sequences = num_sequences
-        self.cfg = cfg
 
     @gluon.jit
     def place(self, ticket, C: gl.constexpr):
@@ -194,13 +164,6 @@ class Walk:
     full_lo: gl.tensor
     full_hi: gl.tensor
     count: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, lo, full_lo, full_hi, count):
-        self.lo = lo
-        self.full_lo = full_lo
-        self.full_hi = full_hi
-        self.count = count
 
 
 @gluon.jit
@@ -284,11 +247,6 @@ class Rows:
 
     lse: gl.tensor
     delta: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, lse, delta):
-        self.lse = lse
-        self.delta = delta
 
 
 @gluon.jit

@@ -2,8 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels.hopper.aggregate import aggregate
 from onchip.masks import strips
 
 BLOCK = gl.constexpr(128)  # the unit of a block mask: see onchip/masks/blockmask.py
@@ -20,13 +20,6 @@ class Entries:
     num_full: gl.tensor
     partial: gl.tensor
     num_partial: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, full, num_full, partial, num_partial):
-        self.full = full
-        self.num_full = num_full
-        self.partial = partial
-        self.num_partial = num_partial
 
 
 @gluon.jit
@@ -48,23 +41,7 @@ class Blocks:
     stride_b: gl.tensor
     stride_h: gl.tensor
     ON: gl.constexpr
-    STRIPS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles, tiles,
-        stride_b, stride_h, ON,
-    ):  # fmt: skip
-        self.full_offsets = full_offsets
-        self.full_indices = full_indices
-        self.partial_offsets = partial_offsets
-        self.partial_indices = partial_indices
-        self.partial_tiles = partial_tiles
-        self.tiles = tiles
-        self.stride_b = stride_b
-        self.stride_h = stride_h
-        self.ON = gl.constexpr(ON)
-        self.STRIPS = gl.constexpr(False)
+    STRIPS: gl.constexpr = False
 
     @gluon.jit
     def entries(self, batch, head, block):
@@ -102,19 +79,8 @@ class Strips:
     stride_b: gl.tensor
     stride_h: gl.tensor
     BAND: gl.constexpr
-    ON: gl.constexpr
-    STRIPS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, heads, entries, tiles, stride_b, stride_h, BAND):
-        self.heads = heads
-        self.entries = entries
-        self.tiles = tiles
-        self.stride_b = stride_b
-        self.stride_h = stride_h
-        self.BAND = gl.constexpr(BAND)
-        self.ON = gl.constexpr(True)
-        self.STRIPS = gl.constexpr(True)
+    ON: gl.constexpr = True
+    STRIPS: gl.constexpr = True
 
     @gluon.jit
     def share(self, batch, head, strip, side):
@@ -147,12 +113,6 @@ class Seen:
     block: gl.tensor
     part: gl.tensor
     BAND: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, block, part, BAND):
-        self.block = block
-        self.part = part
-        self.BAND = gl.constexpr(BAND)
 
     @gluon.jit
     def far(self):
@@ -193,16 +153,6 @@ class Share:
     bottom: gl.tensor
     top: gl.tensor
     BAND: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, entries, side, others, count, bottom, top, BAND):
-        self.entries = entries
-        self.side = side
-        self.others = others
-        self.count = count
-        self.bottom = bottom
-        self.top = top
-        self.BAND = gl.constexpr(BAND)
 
     @gluon.jit
     def total(self):

@@ -4,8 +4,8 @@ programs share: whoever finds all of them there merges them.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.pipeline import meet
 from onchip.kernels.hopper.softmax import LN2, LOG2E
 
@@ -31,24 +31,6 @@ class Out:
     GROUP: gl.constexpr  # heads of a kv head
     HAS_SINKS: gl.constexpr
     MOST: gl.constexpr  # ranges
-
-    @gluon.constexpr_function
-    def __init__(
-        self, out, lse, sinks, parts, part_lses, flags, nonce, num_heads, dim, GROUP, HAS_SINKS,
-        MOST,
-    ):  # fmt: skip
-        self.out = out
-        self.lse = lse
-        self.sinks = sinks
-        self.parts = parts
-        self.part_lses = part_lses
-        self.flags = flags
-        self.nonce = nonce
-        self.num_heads = num_heads
-        self.dim = dim
-        self.GROUP = gl.constexpr(GROUP)
-        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
-        self.MOST = gl.constexpr(MOST)
 
     @gluon.jit
     def store(self, b, kv_head, seqlen_q, r0, m, l, acc, layout: gl.constexpr):

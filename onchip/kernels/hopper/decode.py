@@ -12,9 +12,9 @@ Each warp of the consumer folds its own 16 keys of every tile; their states meet
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.combine import WARPS, Out
 from onchip.kernels.hopper.dequant import Halves, Scales, add_words, halves, in_order, numbers
 from onchip.kernels.hopper.pipeline import (
@@ -57,22 +57,6 @@ class Lengths:
     PAGED: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, cache_seqlens, known, seqlen_q, seqlen_k, batch, left, right, PAGED, HAS_LEFT,
-        HAS_RIGHT,
-    ):  # fmt: skip
-        self.cache_seqlens = cache_seqlens
-        self.known = known
-        self.seqlen_q = seqlen_q
-        self.seqlen_k = seqlen_k
-        self.batch = batch
-        self.left = left
-        self.right = right
-        self.PAGED = gl.constexpr(PAGED)
-        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
-        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
 
     @gluon.jit
     def keys(self, b, layout: gl.constexpr):
@@ -126,12 +110,6 @@ class Cut:
     each: gl.tensor
     rest: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, ranges, each, rest):
-        self.ranges = ranges
-        self.each = each
-        self.rest = rest
-
     @gluon.jit
     def start(self, r):
         return r * self.each + r * self.rest // self.ranges
@@ -164,16 +142,6 @@ class Range:
     before: gl.tensor
     cut: Cut
     has_empty: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, b, seqlen, tile, count, before, cut, has_empty):
-        self.b = b
-        self.seqlen = seqlen
-        self.tile = tile
-        self.count = count
-        self.before = before
-        self.cut = cut
-        self.has_empty = has_empty
 
 
 @gluon.jit
@@ -255,13 +223,6 @@ class Walk:
     n: gl.tensor
     stop: gl.tensor
     last: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, b, n, stop, last):
-        self.b = b
-        self.n = n
-        self.stop = stop
-        self.last = last
 
     @gluon.jit
     def next(self, lengths):
@@ -426,18 +387,6 @@ class Queries:
     GROUP: gl.constexpr
     f: Fragments
 
-    @gluon.constexpr_function
-    def __init__(self, ptr, stride_b, stride_s, stride_h, kv_head, dim, slots, GROUP, f):
-        self.ptr = ptr
-        self.stride_b = stride_b
-        self.stride_s = stride_s
-        self.stride_h = stride_h
-        self.kv_head = kv_head
-        self.dim = dim
-        self.slots = slots
-        self.GROUP = gl.constexpr(GROUP)
-        self.f = f
-
     @gluon.jit
     def fetch(self, t, b, rows):
         """Start to copy the first `rows` of sequence b. In registers they could not be waited for
@@ -548,12 +497,6 @@ class Exchange:
     m: gl.shared_memory_descriptor
     l: gl.shared_memory_descriptor
     acc: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, m, l, acc):
-        self.m = m
-        self.l = l
-        self.acc = acc
 
     @gluon.jit
     def merged(self, m, l, acc, f):

@@ -5,9 +5,9 @@ elements of head_dim are multiplied apart. Why: kernels/triton/eight.py.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.language.core import _aggregate as aggregate
 
 from onchip.kernels import unpack
+from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.pipeline import LANES
 from onchip.kernels.hopper.softmax import approximate
 
@@ -23,12 +23,6 @@ class Halves:
     odd: gl.tensor
     short: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, even, odd, short):
-        self.even = even
-        self.odd = odd
-        self.short = short
-
 
 @aggregate
 class Scales:
@@ -41,16 +35,6 @@ class Scales:
     v_page: gl.tensor
     v_slot: gl.tensor
     ON: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, k, v, k_page, k_slot, v_page, v_slot, ON):
-        self.k = k
-        self.v = v
-        self.k_page = k_page
-        self.k_slot = k_slot
-        self.v_page = v_page
-        self.v_slot = v_slot
-        self.ON = gl.constexpr(ON)
 
     @gluon.jit
     def fetch(self, boxes, i, x: gl.constexpr, at, PART: gl.constexpr):

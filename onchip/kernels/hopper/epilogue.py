@@ -3,9 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
-from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_wait
 
+from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.pipeline import Ring, prefetch, store_tile, store_wait, tensor_descriptor
 from onchip.kernels.hopper.softmax import LN2, LOG2E, approximate
 
@@ -30,20 +30,6 @@ class Out:
     STAGED: gl.constexpr
     MERGE: gl.constexpr
     SECOND: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, ref, slots, totals, lse, sinks, dim, room, HAS_SINKS, STAGED, MERGE, SECOND):
-        self.ref = ref
-        self.slots = slots
-        self.totals = totals
-        self.lse = lse
-        self.sinks = sinks
-        self.dim = dim
-        self.room = room
-        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
-        self.STAGED = gl.constexpr(STAGED)
-        self.MERGE = gl.constexpr(MERGE)
-        self.SECOND = gl.constexpr(SECOND)
 
 
 @gluon.jit

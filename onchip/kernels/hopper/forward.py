@@ -10,9 +10,9 @@ store the last.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
-from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.block_sparse import Blocks, Entries, Share, Strips
 from onchip.kernels.hopper.epilogue import (
     Out,
@@ -292,14 +292,6 @@ class Work:
     keys: Keys
     mine: Keys
     entries: Entries | Share
-
-    @gluon.constexpr_function
-    def __init__(self, exists, place, keys, mine, entries):
-        self.exists = exists
-        self.place = place
-        self.keys = keys
-        self.mine = mine
-        self.entries = entries
 
     @gluon.jit
     def sees(self):

@@ -19,8 +19,8 @@ Programs, tickets and rings are those of forward.py. What differs:
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
-from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.block_sparse import Blocks
 from onchip.kernels.hopper.epilogue import (
     Out,
@@ -66,11 +66,6 @@ class Scales:
     k: gl.tensor
     v: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, k, v):
-        self.k = k
-        self.v = v
-
 
 @aggregate
 class Narrow:
@@ -86,16 +81,6 @@ class Narrow:
     blocks_k: gl.tensor
     INTS: gl.constexpr
     WIDE: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, q_scales, kv_scales, k_tokens, blocks_q, blocks_k, INTS, WIDE):
-        self.q_scales = q_scales
-        self.kv_scales = kv_scales
-        self.k_tokens = k_tokens
-        self.INTS = gl.constexpr(INTS)
-        self.WIDE = gl.constexpr(WIDE)
-        self.blocks_q = blocks_q
-        self.blocks_k = blocks_k
 
     @gluon.jit
     def queries(self, shape, place):
@@ -270,15 +255,6 @@ class Task:
     first: gl.tensor
     turns: gl.tensor
     C: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, place, filling, factor, first, turns, C):
-        self.place = place
-        self.filling = filling
-        self.factor = factor
-        self.first = first
-        self.turns = turns
-        self.C = gl.constexpr(C)
 
 
 @gluon.jit

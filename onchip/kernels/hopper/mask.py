@@ -2,8 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.block_sparse import BLOCK, WORDS
 
 
@@ -17,13 +17,6 @@ class Keys:
     full_lo: gl.tensor
     full_hi: gl.tensor
     hi: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, lo, full_lo, full_hi, hi):
-        self.lo = lo
-        self.full_lo = full_lo
-        self.full_hi = full_hi
-        self.hi = hi
 
 
 @gluon.jit

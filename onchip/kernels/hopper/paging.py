@@ -2,8 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.pipeline import LANES, Lookups, make_lookups
 
 
@@ -25,22 +25,6 @@ class Pages:
     SIZE: gl.constexpr
     BOX: gl.constexpr
     PARTS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, table, seqlens, stride, columns, num_pages, span_k, span_v, ids, SIZE, BOX, PARTS
-    ):
-        self.table = table
-        self.seqlens = seqlens
-        self.stride = stride
-        self.columns = columns
-        self.num_pages = num_pages
-        self.span_k = span_k
-        self.span_v = span_v
-        self.ids = ids
-        self.SIZE = gl.constexpr(SIZE)
-        self.BOX = gl.constexpr(BOX)
-        self.PARTS = gl.constexpr(PARTS)
 
     @gluon.jit
     def length(self, batch):

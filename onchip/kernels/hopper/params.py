@@ -4,8 +4,8 @@ and which queries are next.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.block_sparse import BLOCK, Blocks, Strips, block_tiles
 from onchip.kernels.hopper.mask import keys_of
 from onchip.kernels.hopper.paging import Pages
@@ -26,14 +26,6 @@ class Pipes:
     v: Ring
     tickets: Tickets
     baton: Baton
-
-    @gluon.constexpr_function
-    def __init__(self, q, k, v, tickets, baton):
-        self.q = q
-        self.k = k
-        self.v = v
-        self.tickets = tickets
-        self.baton = baton
 
     @gluon.jit
     def close(self):
@@ -214,13 +206,3 @@ class Place:
     seqlen_q: gl.tensor
     k0: gl.tensor
     seqlen_k: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, batch, head, row, q0, seqlen_q, k0, seqlen_k):
-        self.batch = batch
-        self.head = head
-        self.row = row
-        self.q0 = q0
-        self.seqlen_q = seqlen_q
-        self.k0 = k0
-        self.seqlen_k = seqlen_k

@@ -10,8 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from onchip.kernels.hopper.aggregate import aggregate
 
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -84,15 +85,7 @@ class Ring:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     num_stages: gl.constexpr
-    readers: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, slots, full, empty, num_stages, readers=0):
-        self.slots = slots
-        self.full = full
-        self.empty = empty
-        self.num_stages = gl.constexpr(num_stages)
-        self.readers = gl.constexpr(readers)
+    readers: gl.constexpr = 0
 
     @gluon.jit
     def slot(self, i):
@@ -220,11 +213,6 @@ class Rider:
     slots: gl.shared_memory_descriptor
     num_stages: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, slots, num_stages):
-        self.slots = slots
-        self.num_stages = gl.constexpr(num_stages)
-
     @gluon.jit
     def slot(self, i):
         """The i-th filling, as the descriptor loads it."""
@@ -272,25 +260,6 @@ class Boxes:
     COLUMNS: gl.constexpr
     ARRIVALS: gl.constexpr
     LAYOUT: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, k, v, k_scales, v_scales, full, empty, warm, num_stages, PARTS, WARPS, COLUMNS,
-        ARRIVALS, LAYOUT,
-    ):  # fmt: skip
-        self.k = k
-        self.v = v
-        self.k_scales = k_scales
-        self.v_scales = v_scales
-        self.full = full
-        self.empty = empty
-        self.warm = warm
-        self.num_stages = gl.constexpr(num_stages)
-        self.PARTS = gl.constexpr(PARTS)
-        self.WARPS = gl.constexpr(WARPS)
-        self.COLUMNS = gl.constexpr(COLUMNS)
-        self.ARRIVALS = gl.constexpr(ARRIVALS)
-        self.LAYOUT = gl.constexpr(LAYOUT)
 
     @gluon.jit
     def warm_up(self, k_desc, v_desc, scratch):
@@ -453,10 +422,6 @@ class Lookups:
 
     slots: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, slots):
-        self.slots = slots
-
     @gluon.jit
     def fetch(self, i, cells, wanted):
         """Start to copy what these pointers point to, for filling i, if it is wanted."""
@@ -513,11 +478,6 @@ class Exchange:
     slots: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, slots, ready):
-        self.slots = slots
-        self.ready = ready
-
     @gluon.jit
     def put(self, i, row: gl.constexpr, col: gl.constexpr, value):
         """Write a part of the i-th matrix."""
@@ -555,11 +515,6 @@ class Baton:
     turns: gl.shared_memory_descriptor
     holders: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, turns, holders):
-        self.turns = turns
-        self.holders = gl.constexpr(holders)
-
     @gluon.jit
     def take(self, me: gl.constexpr, i):
         mbarrier.wait(self.turns.index(me), i & 1)
@@ -586,11 +541,6 @@ class Tickets:
 
     ring: Ring
     WORDS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, ring, WORDS):
-        self.ring = ring
-        self.WORDS = gl.constexpr(WORDS)
 
     @gluon.jit
     def give(self, i, words):

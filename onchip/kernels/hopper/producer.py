@@ -2,8 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.pipeline import AHEAD
 from onchip.kernels.hopper.tile_scheduler import end_sparse, next_ticket
 
@@ -51,13 +51,6 @@ class Drawn:
     given: gl.tensor
     block: gl.tensor
     passed: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, ticket, given, block, passed):
-        self.ticket = ticket
-        self.given = given
-        self.block = block
-        self.passed = passed
 
 
 @gluon.jit

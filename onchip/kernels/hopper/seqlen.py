@@ -2,7 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
+
+from onchip.kernels.hopper.aggregate import aggregate
 
 
 @aggregate
@@ -24,27 +25,7 @@ class Shape:
     PACKED: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
-    GROUP: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
-        num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT, GROUP=1,
-    ):  # fmt: skip
-        self.cu_seqlens_q = cu_seqlens_q
-        self.cu_seqlens_k = cu_seqlens_k
-        self.seqlen_q = seqlen_q
-        self.seqlen_k = seqlen_k
-        self.total_q = total_q
-        self.total_k = total_k
-        self.num_heads = num_heads
-        self.group_size = group_size
-        self.left = left
-        self.right = right
-        self.PACKED = gl.constexpr(PACKED)
-        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
-        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
-        self.GROUP = gl.constexpr(GROUP)
+    GROUP: gl.constexpr = 1
 
     @gluon.jit
     def sequence(self, batch):

@@ -2,7 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
+
+from onchip.kernels.hopper.aggregate import aggregate
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -19,12 +20,6 @@ class Scale:
     scale_log2: gl.tensor
     inner: gl.tensor
     SOFTCAP: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, scale_log2, inner, SOFTCAP):
-        self.scale_log2 = scale_log2
-        self.inner = inner
-        self.SOFTCAP = gl.constexpr(SOFTCAP)
 
     @gluon.jit
     def bend(self, s):

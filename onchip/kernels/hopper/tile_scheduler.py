@@ -2,8 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.pipeline import LANES
 
 
@@ -18,13 +18,6 @@ class Order:
     section: gl.tensor
     num_tiles: gl.tensor
     LONGEST_FIRST: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles_m, section, num_tiles, LONGEST_FIRST):
-        self.tiles_m = tiles_m
-        self.section = section
-        self.num_tiles = num_tiles
-        self.LONGEST_FIRST = gl.constexpr(LONGEST_FIRST)
 
     @gluon.jit
     def tile(self, ticket):
