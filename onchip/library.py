@@ -544,7 +544,7 @@ def _compute_backward(
 def adding(question: Question, x: Tensors, kernel: str | None) -> Callable[..., Any] | None:
     """`begin` of the kernel of this problem's backward: of the problem, x and (out, lse, dout, dlse
     or None) it makes what adds gradients to sums, of these queries over any keys (see
-    kernels/hopper/launch_backward.Queries). None if the kernel has no such way.
+    kernels/hopper/launch_backward.GradAccumulation). None if the kernel has no such way.
     """
     module = _module(question.problem, x, kernel, backward=True)
     if not hasattr(module, "adds") or not module.adds(question.problem):

@@ -104,7 +104,7 @@ def _ours(options: dict, q: Tensor, k: Tensor, v: Tensor) -> Job:
     operands = launch.prepare(problem, x, lse)
 
     def job() -> Tensor:
-        launch.attend(problem, x, operands, out, lse)
+        launch.launch_attention(problem, x, operands, out, lse)
         return out
 
     return job

@@ -13,7 +13,7 @@ from onchip.kernels.configs import (
     HOPPER_UNROUNDED_WIDTH,
     HopperBackwardConfig,
     HopperConfig,
-    HopperGradientConfig,
+    HopperSplitConfig,
     TritonConfig,
 )
 
@@ -82,13 +82,13 @@ def hopper_forward(
     buffers["tickets"] = TICKETS * (6 if packed or page_size else 3)
     rings = config.q_stages * config.consumers + 2 * config.num_stages + 2
     barriers = 2 * rings + config.consumers  # full and empty; and whose turn it is
-    if config.numbered:
+    if config.named_barriers:
         barriers -= config.num_stages  # those of empty keys are not memory
     return Footprint(buffers, barriers, *_threads(config, config.consumers))
 
 
 def _threads(
-    config: HopperConfig | HopperBackwardConfig | HopperGradientConfig, consumers: int
+    config: HopperConfig | HopperBackwardConfig | HopperSplitConfig, consumers: int
 ) -> tuple[int, int, tuple[tuple[int, int], ...]]:
     """Registers are divided by warpgroups: the warp that loads has one to itself."""
     roles = ((128 * consumers, config.consumer_regs), (128, config.producer_regs))
@@ -135,8 +135,8 @@ def hopper_backward(
     return Footprint(buffers, 2 * rings + 1, *_threads(config, 2))
 
 
-def hopper_gradient(
-    config: HopperGradientConfig,
+def hopper_backward_split(
+    config: HopperSplitConfig,
     width: int,
     keys: bool = False,
     values: bool = False,

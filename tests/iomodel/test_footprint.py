@@ -29,8 +29,8 @@ def every_hopper_row():
     yield footprint.hopper_decode(128, 16, eight=True)
     for dim, config in configs.HOPPER_BACKWARD.items():
         yield footprint.hopper_backward(config, dim)
-    for dim, config in configs.HOPPER_GRADIENT.items():
-        yield footprint.hopper_gradient(config, dim, keys=True)
+    for dim, config in configs.HOPPER_SPLIT.items():
+        yield footprint.hopper_backward_split(config, dim, keys=True)
 
 
 @pytest.mark.parametrize("row", list(every_hopper_row()))

@@ -7,13 +7,13 @@ from onchip.kernels.hopper.aggregate import aggregate
 from onchip.masks import strips
 
 BLOCK = gl.constexpr(128)  # the unit of a block mask: see onchip/masks/blockmask.py
-WORDS = gl.constexpr(4)  # 32-bit words of a row of a bit tile
+WORDS_PER_ROW = gl.constexpr(4)  # 32-bit words of a row of a bit tile
 FAR, CUT = gl.constexpr(strips.FAR), gl.constexpr(strips.CUT)
 BIT_TILE, ENTRY = gl.constexpr(strips.BIT_TILE), gl.constexpr(strips.ENTRY)
 
 
 @aggregate
-class Entries:
+class BlockEntries:
     """Where the lists of one block row (or block column) begin, and how long they are."""
 
     full: gl.tensor
@@ -23,13 +23,13 @@ class Entries:
 
 
 @gluon.jit
-def block_tiles(entries, TILE: gl.constexpr):
+def num_listed_tiles(entries, TILE: gl.constexpr):
     """How many tiles the listed blocks are."""
     return (entries.num_full + entries.num_partial) * (BLOCK // TILE)
 
 
 @aggregate
-class Blocks:
+class BlockMaskLists:
     """The lists of a block mask and its bit tiles, in use if ON."""
 
     full_offsets: gl.tensor
@@ -50,7 +50,9 @@ class Blocks:
         full = gl.load(self.full_offsets + at)
         partial = gl.load(self.partial_offsets + at)
         num_full = gl.load(self.full_offsets + at + 1) - full
-        return Entries(full, num_full, partial, gl.load(self.partial_offsets + at + 1) - partial)
+        return BlockEntries(
+            full, num_full, partial, gl.load(self.partial_offsets + at + 1) - partial
+        )
 
     @gluon.jit
     def tile(self, entries, j, TILE: gl.constexpr):
@@ -68,7 +70,7 @@ class Blocks:
 
 
 @aggregate
-class Strips:
+class StripMaskLists:
     """A block mask by strips of the queries of three consumers, and its bit tiles: see
     onchip/masks/strips.py.
     """
@@ -83,7 +85,7 @@ class Strips:
     STRIPS: gl.constexpr = True
 
     @gluon.jit
-    def share(self, batch, head, strip, side):
+    def strip_view(self, batch, head, strip, side):
         """What one of the two block rows of a strip sees of it."""
         at = self.heads + batch * self.stride_b + head * self.stride_h + strip * 4
         both = gl.load(at + 1)
@@ -91,13 +93,13 @@ class Strips:
         others = gl.load(at + 3 - side)
         entries = self.entries + gl.load(at).to(gl.int64) * ENTRY
         count = both + own
-        bottom = _entry_of(0, both - side, others)
-        top = _entry_of(count - 1, both - side, others)
-        return Share(entries, side, others, count, bottom, top, self.BAND)
+        bottom = _strip_index(0, both - side, others)
+        top = _strip_index(count - 1, both - side, others)
+        return StripView(entries, side, others, count, bottom, top, self.BAND)
 
 
 @gluon.jit
-def _entry_of(x, alone, others):
+def _strip_index(x, alone, others):
     """Where the x-th block of a side lies: from the alone-th on, so many of the others are before
     it. (The second side's own begin after the first one's: its `alone` is one less.)
     """
@@ -105,7 +107,7 @@ def _entry_of(x, alone, others):
 
 
 @aggregate
-class Seen:
+class StripEntry:
     """A block of a strip that one of its sides sees, and its part in that side's row. Where there
     is a BAND beside the mask, `block` is its number.
     """
@@ -120,7 +122,7 @@ class Seen:
         return self.part & FAR
 
     @gluon.jit
-    def hides(self):
+    def is_masked(self):
         """Whether some of its scores may be hidden."""
         if self.BAND:
             return True
@@ -140,7 +142,7 @@ class Seen:
 
 
 @aggregate
-class Share:
+class StripView:
     """What one side of a strip sees of its entries: `count` blocks, those that both sides see and
     then its own, by turns with as many of the others as there are. They are visited from the entry
     `top` down to `bottom`.
@@ -170,10 +172,10 @@ class Share:
         return at - (1 + far) * ENTRY
 
     @gluon.jit
-    def seen(self, at):
+    def entry(self, at):
         """What the entry that lies there is to this side; any numbers after the last it visits."""
         part = gl.load(at + 1 + self.side)
         if self.BAND:
-            return Seen(gl.load(at), part, True)
+            return StripEntry(gl.load(at), part, True)
         else:
-            return Seen(part, part, False)
+            return StripEntry(part, part, False)

@@ -15,40 +15,47 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.hopper.aggregate import aggregate
-from onchip.kernels.hopper.combine import WARPS, Out
-from onchip.kernels.hopper.dequant import Halves, Scales, add_words, halves, in_order, numbers
-from onchip.kernels.hopper.pipeline import (
-    AHEAD,
-    LANES,
-    LOOKUPS,
-    Lookups,
-    fetch,
-    fetched,
-    make_boxes,
-    make_lookups,
-    meet,
+from onchip.kernels.hopper.combine import WARPS, DecodeOutput
+from onchip.kernels.hopper.dequant import (
+    PageScales,
+    QueryHalves,
+    accumulate_pv,
+    interleave,
+    split_query,
+    unpack,
 )
-from onchip.kernels.hopper.softmax import Scale
+from onchip.kernels.hopper.pipeline import (
+    LANES,
+    PREFETCH_DISTANCE,
+    PREFETCH_STAGES,
+    IndexPrefetch,
+    fetch,
+    make_index_prefetch,
+    make_kv_stages,
+    sync_partition,
+    wait_fetched,
+)
+from onchip.kernels.hopper.softmax import SoftmaxScale
 from onchip.kernels.hopper.tile_scheduler import plus
 
 ROWS = gl.constexpr(16)  # of a product: queries x heads of a group, the rest is padding
 KEYS = gl.constexpr(16)  # of a warp in a tile
 TILE_N = gl.constexpr(64)
 THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of the consumer
-SWITCH = gl.constexpr(4)  # tiles that stream by while a program turns to another sequence
+SWITCH_COST = gl.constexpr(4)  # tiles that stream by while a program turns to another sequence
 # What is read before and after the wait for the call before: the L1 would hold on to the first.
 PAST_L1 = gl.constexpr(".cg")
 ALIGN = gl.constexpr(8)  # numbers of 16 bytes: strides and head_dim are multiples of it
 
 
 @aggregate
-class Lengths:
+class DecodeSeqlens:
     """The sequences of a call. Paged ones have the lengths of cache_seqlens, others seqlen_k keys.
     Windows count from the diagonal. `known`: those of cache_seqlens, for all warps to agree on.
     """
 
     cache_seqlens: gl.tensor
-    known: Lookups
+    cached: IndexPrefetch
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     batch: gl.tensor
@@ -62,28 +69,28 @@ class Lengths:
     def keys(self, b, layout: gl.constexpr):
         """Keys of sequence b, within the tables whatever they say."""
         if self.PAGED:
-            return self.known.number_in(b, 0, layout)
+            return self.cached.get_at(b, 0, layout)
         else:
             return self.seqlen_k
 
     @gluon.jit
-    def ask(self, BATCH: gl.constexpr):
+    def load_lengths(self, BATCH: gl.constexpr):
         """Those of all pages' sequences as they are now, BATCH is not below their number."""
         e = gl.arange(0, BATCH, THREADS)
-        asked = gl.load(self.cache_seqlens + e, e < self.batch, 0, cache_modifier=PAST_L1)
-        return gl.minimum(gl.maximum(asked, 0), self.seqlen_k)
+        loaded = gl.load(self.cache_seqlens + e, e < self.batch, 0, cache_modifier=PAST_L1)
+        return gl.minimum(gl.maximum(loaded, 0), self.seqlen_k)
 
     @gluon.jit
-    def all(self, BATCH: gl.constexpr):
+    def load_all_lengths(self, BATCH: gl.constexpr):
         """Of all sequences, paged ones as `known`; -1 where there is none. Every warp has them for
         itself, though each asks for a part of them only: one thread would wait for one after
         another.
         """
         each: gl.constexpr = gl.BlockedLayout([BATCH // 32], [32], [WARPS], [0])
-        seqlens = gl.full([BATCH], self.seqlen_k, gl.int32, each)
+        all_seqlens = gl.full([BATCH], self.seqlen_k, gl.int32, each)
         if self.PAGED:
-            seqlens = self.known.kept(BATCH, each)
-        return gl.where(gl.arange(0, BATCH, each) < self.batch, seqlens, -1)
+            all_seqlens = self.cached.load_all(BATCH, each)
+        return gl.where(gl.arange(0, BATCH, each) < self.batch, all_seqlens, -1)
 
     @gluon.jit
     def start(self, seqlen):
@@ -101,7 +108,7 @@ class Lengths:
 
 
 @aggregate
-class Cut:
+class RangeSplit:
     """Units cut into `ranges` even ranges: range r begins at unit r * total // ranges. That product
     may need 64 bits, so it is taken apart: total = each * ranges + rest.
     """
@@ -120,7 +127,7 @@ class Cut:
         return self.start(gl.where(r < self.ranges, r + 1, r))
 
     @gluon.jit
-    def holder(self, unit):
+    def owner(self, unit):
         """The range that a unit lies in: what fp32 has rounded is at most one beside it."""
         width = self.each.to(gl.float32) + self.rest.to(gl.float32) / self.ranges.to(gl.float32)
         r = (unit.to(gl.float32) / width).to(gl.int32)
@@ -129,7 +136,7 @@ class Cut:
 
 
 @aggregate
-class Range:
+class WorkRange:
     """The tiles of one program: `count` of them from tile `tile` of sequence b on, which has seqlen
     keys. It is one of those of `cut`; `before`: units of all sequences before b. A tile is a unit,
     and to begin another sequence takes as long as SWITCH of them: those come before its tiles.
@@ -140,81 +147,81 @@ class Range:
     tile: gl.tensor
     count: gl.tensor
     before: gl.tensor
-    cut: Cut
+    split: RangeSplit
     has_empty: gl.tensor
 
 
 @gluon.jit
-def switch(b, tiles):
+def switch_cost(b, tiles):
     """Units before the tiles of sequence b. The first one needs none: every range begins once."""
-    return gl.where((b > 0) & (tiles > 0), SWITCH, 0)
+    return gl.where((b > 0) & (tiles > 0), SWITCH_COST, 0)
 
 
 @gluon.jit
-def cut(total, most, least):
+def split(total, most, least):
     """At most `most` ranges of `least` units at least."""
     ranges = gl.minimum(most, gl.maximum(total // least, 1))
-    return Cut(ranges, total // ranges, total % ranges)
+    return RangeSplit(ranges, total // ranges, total % ranges)
 
 
 @gluon.jit
-def range_of(lengths, seqlens, number, most, least):
+def get_work_range(seqlens, all_seqlens, number, most, least):
     """Range `number` of at most `most`, of `least` units at least. seqlens: lengths.all()."""
-    if lengths.PAGED:
-        e = gl.arange(0, seqlens.shape[0], seqlens.type.layout)
-        _, tiles = lengths.tiles(gl.maximum(seqlens, 0))
-        lead = switch(e, tiles)
+    if seqlens.PAGED:
+        e = gl.arange(0, all_seqlens.shape[0], all_seqlens.type.layout)
+        _, tiles = seqlens.tiles(gl.maximum(all_seqlens, 0))
+        lead = switch_cost(e, tiles)
         stops = gl.associative_scan(lead + tiles, 0, plus)
         total = gl.max(stops, 0)
-        parts = cut(total, most, least)
-        lo, hi = parts.start(number), parts.stop(number)
+        partials = split(total, most, least)
+        lo, hi = partials.start(number), partials.stop(number)
         starts = stops - tiles
         done = gl.sum(gl.minimum(gl.maximum(lo - starts, 0), tiles), 0)
         count = gl.sum(gl.minimum(gl.maximum(hi - starts, 0), tiles), 0) - done
-        b = gl.minimum(gl.sum((stops <= lo).to(gl.int32), 0), lengths.batch - 1)
+        b = gl.minimum(gl.sum((stops <= lo).to(gl.int32), 0), seqlens.batch - 1)
         before = gl.max(gl.where(stops <= lo, stops, 0), 0)
         tile = gl.maximum(lo - before - gl.sum(gl.where(e == b, lead, 0), 0), 0)
-        seqlen = gl.sum(gl.where(e == b, seqlens, 0), 0)
-        has_empty = gl.max((seqlens == 0).to(gl.int32), 0) != 0
+        seqlen = gl.sum(gl.where(e == b, all_seqlens, 0), 0)
+        has_empty = gl.max((all_seqlens == 0).to(gl.int32), 0) != 0
     else:
-        _, tiles = lengths.tiles(lengths.seqlen_k)
-        each = tiles + SWITCH
-        total = each * lengths.batch - SWITCH
-        parts = cut(total, most, least)
-        lo, hi = parts.start(number), parts.stop(number)
-        b = (lo + SWITCH) // each
-        last = (hi + SWITCH) // each
-        before = gl.maximum(b * each - SWITCH, 0)
+        _, tiles = seqlens.tiles(seqlens.seqlen_k)
+        each = tiles + SWITCH_COST
+        total = each * seqlens.batch - SWITCH_COST
+        partials = split(total, most, least)
+        lo, hi = partials.start(number), partials.stop(number)
+        b = (lo + SWITCH_COST) // each
+        last = (hi + SWITCH_COST) // each
+        before = gl.maximum(b * each - SWITCH_COST, 0)
         tile = gl.maximum(lo - b * each, 0)
         count = (last - b) * tiles + gl.maximum(hi - last * each, 0) - tile
-        b = gl.minimum(b, lengths.batch - 1)  # of a range that there is not, whose queries are read
-        seqlen = lengths.seqlen_k
+        b = gl.minimum(b, seqlens.batch - 1)  # of a range that there is not, whose queries are read
+        seqlen = seqlens.seqlen_k
         has_empty = seqlen == 0
-    return Range(b, seqlen, tile, count, before, parts, has_empty)
+    return WorkRange(b, seqlen, tile, count, before, partials, has_empty)
 
 
 @gluon.jit
-def of_first(lengths, mine):
+def count_first_tiles(seqlens, work):
     """How many tiles of a range are of its first sequence: none if there is no such range, which
     may stand behind the end of a sequence.
     """
-    _, tiles = lengths.tiles(mine.seqlen)
-    return gl.maximum(gl.minimum(mine.count, tiles - mine.tile), 0)
+    _, tiles = seqlens.tiles(work.seqlen)
+    return gl.maximum(gl.minimum(work.count, tiles - work.tile), 0)
 
 
 @gluon.jit
-def pass_empty(lengths, b, layout: gl.constexpr):
+def skip_empty(seqlens, b, layout: gl.constexpr):
     """(b, seqlen) of the next sequence that has keys, from sequence b on; of the last if none."""
-    b = gl.minimum(b, lengths.batch - 1)
-    seqlen = lengths.keys(b, layout)
-    while (seqlen == 0) & (b < lengths.batch - 1):
+    b = gl.minimum(b, seqlens.batch - 1)
+    seqlen = seqlens.keys(b, layout)
+    while (seqlen == 0) & (b < seqlens.batch - 1):
         b += 1
-        seqlen = lengths.keys(b, layout)
+        seqlen = seqlens.keys(b, layout)
     return b, seqlen
 
 
 @aggregate
-class Walk:
+class TileCursor:
     """A tile on the way through all tiles: tile n of sequence b, whose tiles end before `stop` and
     whose keys with `last`.
     """
@@ -225,23 +232,23 @@ class Walk:
     last: gl.tensor
 
     @gluon.jit
-    def next(self, lengths):
-        following = Walk(self.b, self.n + 1, self.stop, self.last)
+    def next(self, seqlens):
+        following = TileCursor(self.b, self.n + 1, self.stop, self.last)
         if self.n + 1 == self.stop:
-            b, seqlen = pass_empty(lengths, self.b + 1, LANES)
-            following = enter(lengths, b, 0, seqlen)
+            b, seqlen = skip_empty(seqlens, self.b + 1, LANES)
+            following = cursor_at(seqlens, b, 0, seqlen)
         return following
 
 
 @gluon.jit
-def enter(lengths, b, tile, seqlen):
+def cursor_at(seqlens, b, tile, seqlen):
     """The walk at a tile of sequence b."""
-    first, tiles = lengths.tiles(seqlen)
-    return Walk(b, first + tile, first + tiles, gl.maximum(seqlen - 1, 0))
+    first, tiles = seqlens.tiles(seqlen)
+    return TileCursor(b, first + tile, first + tiles, gl.maximum(seqlen - 1, 0))
 
 
 @aggregate
-class Pages:
+class DecodePages:
     """Where keys lie: PARTS to a tile, of PART slots within one page each. Noted ahead for each
     filling: its pages, then its tile.
     """
@@ -249,8 +256,8 @@ class Pages:
     table: gl.tensor
     stride: gl.tensor
     num_pages: gl.tensor
-    ids: Lookups
-    tiles: Lookups
+    ids: IndexPrefetch
+    tiles: IndexPrefetch
     SIZE: gl.constexpr
     PART: gl.constexpr
     PARTS: gl.constexpr
@@ -267,30 +274,30 @@ class Pages:
         self.PARTS = gl.constexpr(TILE_N.value // PART)
 
     @gluon.jit
-    def look_up(self, i, at, wanted):
+    def prefetch_ids(self, i, at, is_needed):
         """Ask for the pages of filling i, the tile `at`. Parts past the last key are those of the
         last one: nobody looks at them.
         """
         x = gl.arange(0, self.PARTS, LANES)
         key = gl.minimum(at.n * TILE_N + x * self.PART, at.last)
         row = self.table + at.b.to(gl.int64) * self.stride
-        self.ids.fetch(i, row + key // self.SIZE, wanted)
-        self.tiles.note(i, 0, at.n)
+        self.ids.fetch(i, row + key // self.SIZE, is_needed)
+        self.tiles.put(i, 0, at.n)
 
     @gluon.jit
-    def first(self, lengths, mine):
+    def first(self, seqlens, work):
         """The ids of the first fillings of a range, for every warp."""
-        part = gl.arange(0, self.PARTS * LOOKUPS, THREADS)
-        first, _ = lengths.tiles(mine.seqlen)
-        key = (first + mine.tile) * TILE_N + part * self.PART
-        key = gl.minimum(key, gl.maximum(mine.seqlen - 1, 0))
-        cells = self.table + mine.b.to(gl.int64) * self.stride + key // self.SIZE
-        return gl.load(cells, mask=mine.count > 0, other=0, cache_modifier=PAST_L1)
+        part = gl.arange(0, self.PARTS * PREFETCH_STAGES, THREADS)
+        first, _ = seqlens.tiles(work.seqlen)
+        key = (first + work.tile) * TILE_N + part * self.PART
+        key = gl.minimum(key, gl.maximum(work.seqlen - 1, 0))
+        cells = self.table + work.b.to(gl.int64) * self.stride + key // self.SIZE
+        return gl.load(cells, mask=work.count > 0, other=0, cache_modifier=PAST_L1)
 
     @gluon.jit
     def coord(self, i, kv_head, x: gl.constexpr):
         """Where part x of filling i begins."""
-        return self.at(self.ids.number(i, x), self.tiles.number(i, 0), kv_head, x)
+        return self.at(self.ids.get(i, x), self.tiles.get(i, 0), kv_head, x)
 
     @gluon.jit
     def at(self, page, tile, kv_head, x: gl.constexpr):
@@ -301,43 +308,43 @@ class Pages:
 
 
 @gluon.jit
-def produce(k_desc, v_desc, boxes, pages, scales, lengths, mine, started, kv_head):
+def produce(k_desc, v_desc, kv_stages, pages, scales, seqlens, work, started, kv_head):
     """The first `started` fillings are on their way."""
-    if lengths.PAGED:
-        produce_pages(k_desc, v_desc, boxes, pages, scales, lengths, mine, started, kv_head)
+    if seqlens.PAGED:
+        produce_pages(k_desc, v_desc, kv_stages, pages, scales, seqlens, work, started, kv_head)
     else:
-        at = enter(lengths, mine.b, mine.tile, mine.seqlen)
-        for i in range(mine.count):
-            boxes.announce(i, k_desc, v_desc)
-            boxes.load(i, 0, k_desc, v_desc, [at.b, kv_head, at.n * TILE_N, 0])
-            at = at.next(lengths)
+        at = cursor_at(seqlens, work.b, work.tile, work.seqlen)
+        for i in range(work.count):
+            kv_stages.acquire(i, k_desc, v_desc)
+            kv_stages.load(i, 0, k_desc, v_desc, [at.b, kv_head, at.n * TILE_N, 0])
+            at = at.next(seqlens)
 
 
 @gluon.jit
-def produce_pages(k_desc, v_desc, boxes, pages, scales, lengths, mine, started, kv_head):
+def produce_pages(k_desc, v_desc, kv_stages, pages, scales, seqlens, work, started, kv_head):
     """As above, with pages looked up on the way, AHEAD tiles before their keys are copied. Those of
     the first tiles are there already, as far as they are of one sequence.
     """
-    at = enter(lengths, mine.b, mine.tile, mine.seqlen)
-    for i in range(-AHEAD, mine.count):
-        wanted = i + AHEAD < mine.count
-        pages.look_up(i + AHEAD, at, wanted & ((i >= 0) | (at.b != mine.b)))
-        if wanted:
-            at = at.next(lengths)
+    at = cursor_at(seqlens, work.b, work.tile, work.seqlen)
+    for i in range(-PREFETCH_DISTANCE, work.count):
+        is_needed = i + PREFETCH_DISTANCE < work.count
+        pages.prefetch_ids(i + PREFETCH_DISTANCE, at, is_needed & ((i >= 0) | (at.b != work.b)))
+        if is_needed:
+            at = at.next(seqlens)
         if i >= started:
             pages.ids.wait()
-            boxes.announce(i, k_desc, v_desc)
+            kv_stages.acquire(i, k_desc, v_desc)
             for x in gl.static_range(pages.PARTS):
-                place = pages.coord(i, kv_head, x)
-                boxes.load(i, x, k_desc, v_desc, place)
+                coord = pages.coord(i, kv_head, x)
+                kv_stages.load(i, x, k_desc, v_desc, coord)
                 if scales.ON:
-                    scales.fetch(boxes, i, x, place, pages.PART)
+                    scales.fetch(kv_stages, i, x, coord, pages.PART)
             if scales.ON:
-                boxes.scales_fetched(i)
+                kv_stages.arrive_scales(i)
 
 
 @aggregate
-class Fragments:
+class DecodeLayouts:
     """Layouts, with a leading dimension of warps: S of products, A and B of their operands, W of
     the states of all warps in every thread. C, without one, of copies. EIGHT: keys and values are
     words of two 8-bit numbers, E4M3 or integers.
@@ -372,7 +379,7 @@ class Fragments:
 
 
 @aggregate
-class Queries:
+class QueryStages:
     """The rows of a kv head's group: row r is query r // GROUP, head r % GROUP. Those of the t-th
     sequence lie in slot t % 2, zeros where there is no row.
     """
@@ -383,9 +390,9 @@ class Queries:
     stride_h: gl.tensor
     kv_head: gl.tensor
     dim: gl.tensor
-    slots: gl.shared_memory_descriptor
+    smem: gl.shared_memory_descriptor
     GROUP: gl.constexpr
-    f: Fragments
+    f: DecodeLayouts
 
     @gluon.jit
     def fetch(self, t, b, rows):
@@ -399,17 +406,17 @@ class Queries:
         query = r // self.GROUP
         row = b.to(gl.int64) * self.stride_b + query * self.stride_s + head * self.stride_h
         inside = (r < rows)[:, None] & (d < self.dim)[None, :]
-        fetch(self.slots.index(t % 2), self.ptr + row[:, None] + d[None, :], inside)
+        fetch(self.smem.index(t % 2), self.ptr + row[:, None] + d[None, :], inside)
 
     @gluon.jit
     def read(self, t):
         """Those of the t-th sequence, for every warp, once they are there."""
         f = self.f
-        slot = self.slots.index(t % 2)
+        slot = self.smem.index(t % 2)
         if f.EIGHT:
-            even, odd, short = halves(slot.load(f.C))
+            even, odd, short = split_query(slot.load(f.C))
             short = gl.convert_layout(short, f.line(f.S, 1))[None, :, None]
-            return Halves(self._spread(even), self._spread(odd), short)
+            return QueryHalves(self._spread(even), self._spread(odd), short)
         else:
             return self._spread(slot.load(gl.SliceLayout(0, f.A)))
 
@@ -422,76 +429,76 @@ class Queries:
 
 
 @gluon.jit
-def hide(lengths, s, v, n, seqlen, GROUP: gl.constexpr, f):
+def mask_tile(seqlens, s, v, n, seqlen, GROUP: gl.constexpr, f):
     """s of key tile n with -inf at keys that a row does not see, v with zeros at those that no row
     sees: what lies there need not be a number.
     """
     col = n * TILE_N
     j = gl.arange(0, WARPS, f.line(f.S, 0))[:, None, None] * KEYS
     j = col + j + gl.arange(0, KEYS, f.line(f.S, 2))[None, None, :]
-    i = seqlen - lengths.seqlen_q + gl.arange(0, ROWS, f.line(f.S, 1)) // GROUP
+    i = seqlen - seqlens.seqlen_q + gl.arange(0, ROWS, f.line(f.S, 1)) // GROUP
     i = i[None, :, None]
-    keep = j < seqlen
-    if lengths.HAS_RIGHT:
-        keep = keep & (j <= i + lengths.right)
-    if lengths.HAS_LEFT:
-        keep = keep & (j >= i - lengths.left)
+    store_all = j < seqlen
+    if seqlens.HAS_RIGHT:
+        store_all = store_all & (j <= i + seqlens.right)
+    if seqlens.HAS_LEFT:
+        store_all = store_all & (j >= i - seqlens.left)
     jv = gl.arange(0, WARPS, f.line(f.B, 0))[:, None, None] * KEYS
     jv = col + jv + gl.arange(0, KEYS, f.line(f.B, 1))[None, :, None]
-    seen = (jv < seqlen) & (jv >= lengths.start(seqlen))
-    return gl.where(keep, s, float("-inf")), gl.where(seen, v, gl.zeros_like(v))
+    seen = (jv < seqlen) & (jv >= seqlens.start(seqlen))
+    return gl.where(store_all, s, float("-inf")), gl.where(seen, v, gl.zeros_like(v))
 
 
 @gluon.jit
-def hide_scales(lengths, scales, n, seqlen, f):
+def mask_scales(seqlens, scales, n, seqlen, f):
     """Of the values of key tile n, with zeros at those that no row sees."""
     j = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(1, f.S)))[:, None] * KEYS
     j = n * TILE_N + j + gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(1, f.S)))[None, :]
-    return gl.where((j < seqlen) & (j >= lengths.start(seqlen)), scales, 0.0)
+    return gl.where((j < seqlen) & (j >= seqlens.start(seqlen)), scales, 0.0)
 
 
 @gluon.jit
-def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, GROUP: gl.constexpr, f):
+def fold_tile(kv_stages, seqlens, scale, q, m, l, acc, i, n, seqlen, GROUP: gl.constexpr, f):
     """Every warp folds its 16 keys of filling i, key tile n."""
-    boxes.wait_full(i)
+    kv_stages.wait_full(i)
     zero = gl.zeros([WARPS, ROWS, KEYS], gl.float32, f.S)
-    k = boxes.keys(i).permute((0, 2, 1)).load(f.B)
+    k = kv_stages.keys(i).permute((0, 2, 1)).load(f.B)
     if f.EIGHT:
-        v = boxes.values(i).load(f.B)
-        k_scales, v_scales = boxes.scales(i, gl.SliceLayout(1, f.S))
-        boxes.release(i)
-        even, odd = numbers(k, f.E4M3)
+        v = kv_stages.values(i).load(f.B)
+        k_scales, v_scales = kv_stages.scales(i, gl.SliceLayout(1, f.S))
+        kv_stages.release(i)
+        even, odd = unpack(k, f.E4M3)
         s = mma_v2(q.odd, odd, mma_v2(q.even, even, zero))
         s = s * (q.short * k_scales[:, None, :])
     else:
         s = mma_v2(q, k, zero)
-        v = boxes.values(i).load(f.B)
-        boxes.release(i)
-    s = scale.bend(s)
+        v = kv_stages.values(i).load(f.B)
+        kv_stages.release(i)
+    s = scale.apply_softcap(s)
     whole = seqlen
-    if lengths.HAS_RIGHT:
-        whole = gl.minimum(seqlen, seqlen - lengths.seqlen_q + lengths.right + 1)
-    cut = n * TILE_N + TILE_N > whole
-    if lengths.HAS_LEFT:
-        cut = cut | (n * TILE_N < seqlen - 1 - lengths.left)
-    if cut:
-        s, v = hide(lengths, s, v, n, seqlen, GROUP, f)
+    if seqlens.HAS_RIGHT:
+        whole = gl.minimum(seqlen, seqlen - seqlens.seqlen_q + seqlens.right + 1)
+    split = n * TILE_N + TILE_N > whole
+    if seqlens.HAS_LEFT:
+        split = split | (n * TILE_N < seqlen - 1 - seqlens.left)
+    if split:
+        s, v = mask_tile(seqlens, s, v, n, seqlen, GROUP, f)
         if f.EIGHT:
-            v_scales = hide_scales(lengths, v_scales, n, seqlen, f)
+            v_scales = mask_scales(seqlens, v_scales, n, seqlen, f)
     m_new = gl.maximum(m, gl.max(s, 2) * scale.scale_log2)
     pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * scale.scale_log2 - pivot[:, :, None])
     alpha = gl.exp2(m - pivot)
     l = l * alpha + gl.sum(p, 2)
     if f.EIGHT:
-        acc = add_words(acc, alpha, p, v, v_scales, f)
+        acc = accumulate_pv(acc, alpha, p, v, v_scales, f)
     else:
         acc = mma_v2(gl.convert_layout(p.to(q.dtype), f.A), v, acc * alpha[:, :, None])
     return m_new, l, acc
 
 
 @aggregate
-class Exchange:
+class WarpStates:
     """Where the states of all warps meet."""
 
     m: gl.shared_memory_descriptor
@@ -499,7 +506,7 @@ class Exchange:
     acc: gl.shared_memory_descriptor
 
     @gluon.jit
-    def merged(self, m, l, acc, f):
+    def merge_warps(self, m, l, acc, f):
         """(m, l, acc) of all warps together, rows as a slice of f.W. Every thread reads what it
         needs of all of them: sums over warps, one by one, would take a dozen barriers.
         """
@@ -518,54 +525,56 @@ class Exchange:
 
 
 @gluon.jit
-def make_exchange(D: gl.constexpr):
+def make_warp_states(D: gl.constexpr):
     spread: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])  # rows over all banks
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     acc = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, D], spread)
     m = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain)
-    return Exchange(m, gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain), acc)
+    return WarpStates(m, gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain), acc)
 
 
 @gluon.jit
-def answer_empty(out, lengths, number, kv_head, ranges, f):
+def store_empty(out, seqlens, number, kv_head, ranges, f):
     """Sequences without keys are no range's: all programs of a kv head share them."""
     R: gl.constexpr = gl.SliceLayout(0, f.W)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, R))
     l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, R))
     acc = gl.zeros([ROWS, f.D], gl.float32, R)
-    for b in range(number, lengths.batch, ranges):
-        if lengths.keys(b, THREADS) == 0:
-            out.store(b, kv_head, lengths.seqlen_q, 0, m, l, acc, R)
+    for b in range(number, seqlens.batch, ranges):
+        if seqlens.keys(b, THREADS) == 0:
+            out.store(b, kv_head, seqlens.seqlen_q, 0, m, l, acc, R)
 
 
 @gluon.jit
-def consume(queries, out, boxes, exchange, lengths, scale, mine):
+def consume(queries, out, kv_stages, warp_states, seqlens, scale, work):
     """Fold the tiles of a range, sequence by sequence. The queries of the next one are on their way
     while the keys of this one stream by.
     """
     f = queries.f
-    HELD: gl.constexpr = f.D <= 128  # wider queries leave no registers: read for every tile
+    OWN_IN_REGISTERS: gl.constexpr = (
+        f.D <= 128
+    )  # wider queries leave no registers: read for every tile
     R: gl.constexpr = gl.SliceLayout(0, f.W)
     num_kv_heads = out.num_heads // out.GROUP
     number = gl.program_id(0) // num_kv_heads
     kv_head = queries.kv_head
-    rows = lengths.seqlen_q * out.GROUP
-    b = mine.b
-    tile = mine.tile
-    count = mine.count
-    before = mine.before
+    rows = seqlens.seqlen_q * out.GROUP
+    b = work.b
+    tile = work.tile
+    count = work.count
+    before = work.before
     i = 0
     t = 0
-    seqlen = lengths.keys(b, THREADS)
+    seqlen = seqlens.keys(b, THREADS)
     queries.fetch(0, b, rows)
-    if mine.has_empty & (number < mine.cut.ranges):
-        answer_empty(out, lengths, number, kv_head, mine.cut.ranges, f)
-    boxes.wait_warm()
+    if work.has_empty & (number < work.split.ranges):
+        store_empty(out, seqlens, number, kv_head, work.split.ranges, f)
+    kv_stages.wait_descriptors()
     while count > 0:
-        first, tiles = lengths.tiles(seqlen)
+        first, tiles = seqlens.tiles(seqlen)
         stop = gl.minimum(tile + count, tiles)
-        following = gl.minimum(b + 1, lengths.batch - 1)
-        fetched()
+        following = gl.minimum(b + 1, seqlens.batch - 1)
+        wait_fetched()
         q = queries.read(t)
         if stop - tile < count:
             queries.fetch(t + 1, following, rows)
@@ -578,79 +587,79 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
         else:
             acc = gl.zeros([WARPS, ROWS, f.D], gl.float32, f.S)
         for n in range(first + tile, first + stop):
-            if not HELD:
+            if not OWN_IN_REGISTERS:
                 q = queries.read(t)
-            m, l, acc = fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen,
-                                  out.GROUP, f)  # fmt: skip
+            m, l, acc = fold_tile(kv_stages, seqlens, scale, q, m, l, acc, i, n, seqlen, out.GROUP,
+                                  f)  # fmt: skip
             i += 1
         count -= stop - tile
         if f.EIGHT:
-            m, l, acc = exchange.merged(m, l, in_order(acc[0], acc[1]), f)
+            m, l, acc = warp_states.merge_warps(m, l, interleave(acc[0], acc[1]), f)
         else:
-            m, l, acc = exchange.merged(m, l, acc, f)
-        start = before + switch(b, tiles)
+            m, l, acc = warp_states.merge_warps(m, l, acc, f)
+        start = before + switch_cost(b, tiles)
         before = start + tiles
         if stop - tile == tiles:
-            out.store(b, kv_head, lengths.seqlen_q, 0, m, l, acc, R)
+            out.store(b, kv_head, seqlens.seqlen_q, 0, m, l, acc, R)
         else:
             slot = (number + b) * num_kv_heads + kv_head
-            out.leave(slot, rows, m, l, acc, R)
-            holder = mine.cut.holder(start)
-            shared = mine.cut.holder(before - 1) - holder + 1
-            origin = (holder + b) * num_kv_heads + kv_head
+            out.store_partial(slot, rows, m, l, acc, R)
+            owner = work.split.owner(start)
+            shared = work.split.owner(before - 1) - owner + 1
+            origin = (owner + b) * num_kv_heads + kv_head
             if out.complete(slot, origin, num_kv_heads, shared):
-                out.merge(b, kv_head, lengths.seqlen_q, origin, num_kv_heads, shared, f.D)
+                out.merge(b, kv_head, seqlens.seqlen_q, origin, num_kv_heads, shared, f.D)
         tile = 0
         t += 1
-        b, seqlen = pass_empty(lengths, following, THREADS)
+        b, seqlen = skip_empty(seqlens, following, THREADS)
         if b != following:
-            fetched()
+            wait_fetched()
             queries.fetch(t, b, rows)
 
 
 @gluon.jit
-def start(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
+def start(k_desc, v_desc, kv_stages, pages, seqlens, work, kv_head):
     """Start the first fillings of a range with the page ids that are kept, as many as are of one
     sequence and have room: their number.
     """
-    first, _ = lengths.tiles(mine.seqlen)
-    started = gl.minimum(of_first(lengths, mine), boxes.num_stages)
+    first, _ = seqlens.tiles(work.seqlen)
+    started = gl.minimum(count_first_tiles(seqlens, work), kv_stages.num_stages)
     for i in range(started):
-        boxes.expect(i, k_desc, v_desc)
+        kv_stages.expect(i, k_desc, v_desc)
         for x in gl.static_range(pages.PARTS):
-            page = pages.ids.number_in(i, x, THREADS)
-            boxes.load(i, x, k_desc, v_desc, pages.at(page, first + mine.tile + i, kv_head, x))
+            page = pages.ids.get_at(i, x, THREADS)
+            kv_stages.load(i, x, k_desc, v_desc, pages.at(page, first + work.tile + i, kv_head, x))
     return started
 
 
 @gluon.jit
-def differ(numbers, lookups):
+def has_changed(unpack, prefetch):
     """Whether they are other numbers than those that are kept. All warps find the same: what each
     of them has read before the wait need not be.
     """
-    kept = lookups.kept(numbers.shape[0], THREADS)
-    return gl.max((numbers != kept).to(gl.int32), 0) != 0
+    load_all = prefetch.load_all(unpack.shape[0], THREADS)
+    return gl.max((unpack != load_all).to(gl.int32), 0) != 0
 
 
 @gluon.jit
-def settle(k_desc, v_desc, boxes, lengths, pages, mine, kv_head, number, most, least,
-           BATCH: gl.constexpr, EIGHT: gl.constexpr):  # fmt: skip
+def start_after_wait(k_desc, v_desc, kv_stages, seqlens, pages, work, kv_head, number, most, least,
+                     BATCH: gl.constexpr, EIGHT: gl.constexpr):  # fmt: skip
     """(the range of a program, how many of its fillings are started) after the wait for the call
     before, which has seldom changed the lengths and page ids that were kept before it: keys come
     while that is checked. If it has, nothing that was started counts. Scales are for the producer
     to fetch, so that of 8-bit pages nothing is started.
     """
-    seqlens, first = lengths.ask(BATCH), pages.first(lengths, mine)
-    started = mine.count * 0
+    all_seqlens, first = seqlens.load_lengths(BATCH), pages.first(seqlens, work)
+    started = work.count * 0
     if not EIGHT:
-        started = start(k_desc, v_desc, boxes, pages, lengths, mine, kv_head)
-    if differ(seqlens, lengths.known) | differ(first, pages.ids):
-        boxes.restart(started)
+        started = start(k_desc, v_desc, kv_stages, pages, seqlens, work, kv_head)
+    if has_changed(all_seqlens, seqlens.cached) | has_changed(first, pages.ids):
+        kv_stages.restart(started)
         started = started * 0
-        lengths.known.keep(seqlens)
-        mine = range_of(lengths, lengths.all(BATCH), number, most, least)
-        pages.ids.keep(pages.first(lengths, mine))
-    return mine, started
+        seqlens.cached.store_all(all_seqlens)
+        work = get_work_range(seqlens, seqlens.load_all_lengths(BATCH), number, most, least)
+        pages.ids.store_all(pages.first(seqlens, work))
+    return work, started
 
 
 _RUNTIME = [
@@ -672,52 +681,54 @@ def decode_kernel(
     HAS_RIGHT: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
     BATCH: gl.constexpr, MOST: gl.constexpr, FIRST: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    lengths = Lengths(cache_seqlens, make_lookups(1, BATCH), seqlen_q, seqlen_k, batch, left, right,
-                      PAGE_SIZE > 0, HAS_LEFT, HAS_RIGHT)  # fmt: skip
+    seqlens = DecodeSeqlens(cache_seqlens, make_index_prefetch(1, BATCH), seqlen_q, seqlen_k, batch,
+                            left, right, PAGE_SIZE > 0, HAS_LEFT, HAS_RIGHT)  # fmt: skip
     PART: gl.constexpr = k_desc.block_shape[2]
-    pages = Pages(page_table, stride_table, num_pages, make_lookups(TILE_N // PART),
-                  make_lookups(1), PAGE_SIZE, PART)  # fmt: skip
-    boxes = make_boxes(k_desc, v_desc, STAGES, TILE_N, WARPS)
-    exchange = make_exchange(D)
+    pages = DecodePages(page_table, stride_table, num_pages, make_index_prefetch(TILE_N // PART),
+                        make_index_prefetch(1), PAGE_SIZE, PART)  # fmt: skip
+    kv_stages = make_kv_stages(k_desc, v_desc, STAGES, TILE_N, WARPS)
+    warp_states = make_warp_states(D)
     dim *= ALIGN  # so that the compiler knows of it, and of rows, that they lie on 16 bytes
     stride_qb *= ALIGN
     stride_qs *= ALIGN
     stride_qh *= ALIGN
     flags = scratch_ptr + num_slots.to(gl.int64) * (seqlen_q * GROUP * (D // 2))
-    part_lses = (flags + num_slots).to(gl.pointer_type(gl.float32))
-    parts = scratch_ptr.to(gl.pointer_type(gl.float32))
-    out = Out(out_ptr, lse_ptr, sinks_ptr, parts, part_lses, flags, nonce, num_heads, dim, GROUP,
-              HAS_SINKS, MOST)  # fmt: skip
+    partial_lses = (flags + num_slots).to(gl.pointer_type(gl.float32))
+    partials = scratch_ptr.to(gl.pointer_type(gl.float32))
+    out = DecodeOutput(out_ptr, lse_ptr, sinks_ptr, partials, partial_lses, flags, nonce, num_heads,
+                       dim, GROUP, HAS_SINKS, MOST)  # fmt: skip
     straight: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    q_slots = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2, ROWS, D], straight)
-    boxes.warm_up(k_desc, v_desc, exchange.acc)
+    q_smem = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2, ROWS, D], straight)
+    kv_stages.prefetch_descriptors(k_desc, v_desc, warp_states.acc)
     num_kv_heads = num_heads // GROUP
     kv_head = gl.program_id(0) % num_kv_heads
     number = gl.program_id(0) // num_kv_heads
     if PAGE_SIZE:
-        lengths.known.keep(lengths.ask(BATCH))  # the call before may still write them
-    mine = range_of(lengths, lengths.all(BATCH), number, most, least)
+        seqlens.cached.store_all(
+            seqlens.load_lengths(BATCH)
+        )  # the call before may still write them
+    work = get_work_range(seqlens, seqlens.load_all_lengths(BATCH), number, most, least)
     if PAGE_SIZE:
-        pages.ids.keep(pages.first(lengths, mine))
+        pages.ids.store_all(pages.first(seqlens, work))
     gdc_wait()
     if FIRST:  # all that was before this call is there, which is all that the next one reads
         gdc_launch_dependents()
     started = 0
     EIGHT: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
     if PAGE_SIZE:
-        mine, started = settle(k_desc, v_desc, boxes, lengths, pages, mine, kv_head, number, most,
-                               least, BATCH, EIGHT)  # fmt: skip
+        work, started = start_after_wait(k_desc, v_desc, kv_stages, seqlens, pages, work, kv_head,
+                                         number, most, least, BATCH, EIGHT)  # fmt: skip
         # What is handed to the producer lies where all warps have just read whether lengths differ,
         # and the compiler lets none of them wait for the others: some would settle anew, for ever.
-        meet()
-    scale = Scale(scale_log2, inner, SOFTCAP)
-    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, q_slots, GROUP,
-                      Fragments(D, EIGHT, k_desc.dtype == gl.float8e4nv))  # fmt: skip
+        sync_partition()
+    scale = SoftmaxScale(scale_log2, inner, SOFTCAP)
+    queries = QueryStages(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, q_smem, GROUP,
+                          DecodeLayouts(D, EIGHT, k_desc.dtype == gl.float8e4nv))  # fmt: skip
     head = kv_head.to(gl.int64)
-    scales = Scales(k_scales_ptr + head * stride_ksh, v_scales_ptr + head * stride_vsh,
-                    stride_ksp, stride_kss, stride_vsp, stride_vss, EIGHT)  # fmt: skip
+    scales = PageScales(k_scales_ptr + head * stride_ksh, v_scales_ptr + head * stride_vsh,
+                        stride_ksp, stride_kss, stride_vsp, stride_vss, EIGHT)  # fmt: skip
     gl.warp_specialize([
-        (consume, (queries, out, boxes, exchange, lengths, scale, mine)),
-        (produce, (k_desc, v_desc, boxes, pages, scales, lengths, mine, started, kv_head)),
+        (consume, (queries, out, kv_stages, warp_states, seqlens, scale, work)),
+        (produce, (k_desc, v_desc, kv_stages, pages, scales, seqlens, work, started, kv_head)),
     ], [1], [PRODUCER_REGS])  # fmt: skip
-    boxes.close()
+    kv_stages.close()

@@ -16,7 +16,7 @@ _INT8 = gl.constexpr(unpack.INT8)
 
 
 @aggregate
-class Halves:
+class QueryHalves:
     """Queries as they meet 8-bit keys, and a factor that their rows are short of."""
 
     even: gl.tensor
@@ -25,7 +25,7 @@ class Halves:
 
 
 @aggregate
-class Scales:
+class PageScales:
     """Of 8-bit pages, of one kv head: where those of keys and of values are."""
 
     k: gl.tensor
@@ -37,16 +37,16 @@ class Scales:
     ON: gl.constexpr
 
     @gluon.jit
-    def fetch(self, boxes, i, x: gl.constexpr, at, PART: gl.constexpr):
+    def fetch(self, kv_stages, i, x: gl.constexpr, at, PART: gl.constexpr):
         """Start to copy those of part x of filling i, which begins at a place in a page."""
         page = at[0].to(gl.int64)
         slots = at[2] + gl.arange(0, PART, LANES)
-        boxes.fetch_scales(i, x, self.k + page * self.k_page + slots * self.k_slot,
-                           self.v + page * self.v_page + slots * self.v_slot)  # fmt: skip
+        kv_stages.fetch_scales(i, x, self.k + page * self.k_page + slots * self.k_slot,
+                               self.v + page * self.v_page + slots * self.v_slot)  # fmt: skip
 
 
 @gluon.jit
-def numbers(words, E4M3: gl.constexpr):
+def unpack(words, E4M3: gl.constexpr):
     """The even and the odd elements of words, in fp16."""
     text: gl.constexpr = _E4M3 if E4M3 else _INT8
     return gl.inline_asm_elementwise(
@@ -55,7 +55,7 @@ def numbers(words, E4M3: gl.constexpr):
 
 
 @gluon.jit
-def halves(q):
+def split_query(q):
     """(even, odd, short) of rows of queries, of which a thread has neighbours. bf16 becomes fp16,
     divided by a power of two: elements below 2^-14 of the largest of a row lose bits, 2^-25 of it
     at most.
@@ -71,7 +71,7 @@ def halves(q):
 
 
 @gluon.jit
-def add_words(acc, alpha, p, words, scales, f):
+def accumulate_pv(acc, alpha, p, words, scales, f):
     """acc * alpha + p v, even and odd columns apart. p times a scale could be too small for fp16,
     so that the largest of a warp's keys waits outside of the product.
     """
@@ -80,14 +80,14 @@ def add_words(acc, alpha, p, words, scales, f):
     p = p * (scales * approximate("rcp", top))[:, None, :]
     p = gl.convert_layout(p.to(gl.float16), f.A)
     zero = gl.zeros_like(acc[0])
-    even, odd = numbers(words, f.E4M3)
+    even, odd = unpack(words, f.E4M3)
     alpha, top = alpha[:, :, None], top[:, None, :]
-    return (acc[0] * alpha + mma_v2(p, even, zero) * top,
-            acc[1] * alpha + mma_v2(p, odd, zero) * top)  # fmt: skip
+    return (acc[0] * alpha + mma_v2(p, even, zero) * top, acc[1] * alpha + mma_v2(p, odd,
+            zero) * top)  # fmt: skip
 
 
 @gluon.jit
-def in_order(even, odd):
+def interleave(even, odd):
     """All columns in their order."""
     joined = gl.join(even, odd)
     return joined.reshape([even.shape[0], even.shape[1], 2 * even.shape[2]])

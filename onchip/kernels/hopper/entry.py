@@ -168,10 +168,10 @@ def adds(problem: Problem) -> bool:
 
 
 def begin(problem, x, out, lse, dout, dlse):
-    from onchip.kernels.hopper.launch_backward import Queries
+    from onchip.kernels.hopper.launch_backward import GradAccumulation
 
     with on_device(x.q):
-        return Queries.of(problem, x, out, lse, dout, dlse)
+        return GradAccumulation.of(problem, x, out, lse, dout, dlse)
 
 
 def backward(problem, x, out, lse, dout, dlse):

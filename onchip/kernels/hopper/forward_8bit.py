@@ -21,46 +21,46 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from onchip.kernels.hopper.aggregate import aggregate
-from onchip.kernels.hopper.block_sparse import Blocks
+from onchip.kernels.hopper.block_sparse import BlockMaskLists
 from onchip.kernels.hopper.epilogue import (
-    Out,
-    close_rows,
-    lse_places,
-    normalised,
+    ForwardOutput,
+    finalize_rows,
+    lse_pointers,
+    normalize,
+    out_pointers,
     store_lse,
-    wide_places,
 )
-from onchip.kernels.hopper.forward import score, skip, take_work
-from onchip.kernels.hopper.mask import Keys, visible
-from onchip.kernels.hopper.paging import make_pages
-from onchip.kernels.hopper.params import Config, Job, Pipes, Place
+from onchip.kernels.hopper.forward import pop_work, skip_tiles, start_qk
+from onchip.kernels.hopper.mask import BlockRange, apply_window
+from onchip.kernels.hopper.paging import make_paged_kv
+from onchip.kernels.hopper.params import ForwardConfig, ForwardParams, ForwardPipelines, WorkTile
 from onchip.kernels.hopper.pipeline import (
-    follow,
-    make_baton,
-    make_ring,
-    make_tickets,
+    make_pingpong,
+    make_pipeline,
+    make_work_queue,
     store_tile,
     store_wait,
+    sync_with_previous_kernel,
 )
-from onchip.kernels.hopper.producer import Drawn, hand_out, hand_out_next
-from onchip.kernels.hopper.seqlen import Shape
+from onchip.kernels.hopper.producer import ProducerState, push_next_work, push_work
+from onchip.kernels.hopper.seqlen import SeqlenInfo
 from onchip.kernels.hopper.softmax import (
     LOWEST,
-    Scale,
+    SoftmaxScale,
     approximate,
-    beside_lane_sums,
+    broadcast_to_lane_sums,
     lane_sums,
-    whole_sums,
+    reduce_lane_sums,
 )
-from onchip.kernels.hopper.tile_scheduler import Order
+from onchip.kernels.hopper.tile_scheduler import TileOrder
 
 BLOCK = gl.constexpr(128)  # tokens that share a scale, and a tile of keys
-LIFT = gl.constexpr(8.0)  # of p, in powers of two
-LEAST = gl.constexpr(2.0**-100)  # factor of scores: 0, that of zeros, would make NaN of -inf
+P_SHIFT = gl.constexpr(8.0)  # of p, in powers of two
+MIN_FACTOR = gl.constexpr(2.0**-100)  # factor of scores: 0, that of zeros, would make NaN of -inf
 
 
 @aggregate
-class Scales:
+class TileScales:
     """Those of a tile of keys and its values."""
 
     k: gl.tensor
@@ -68,7 +68,7 @@ class Scales:
 
 
 @aggregate
-class Narrow:
+class QuantBlocks:
     """Where the blocks of a call lie, and their scales: blocks_q (blocks_k) of them to a head, of
     one sequence of a dense call, of all `batch` of a packed one. kv_scales: of blocks of k and v in
     turns, of k only where q and k are no integers, which have k_tokens.
@@ -79,26 +79,26 @@ class Narrow:
     k_tokens: gl.tensor
     blocks_q: gl.tensor
     blocks_k: gl.tensor
-    INTS: gl.constexpr
-    WIDE: gl.constexpr
+    INT8_QK: gl.constexpr
+    PV16: gl.constexpr
 
     @gluon.jit
-    def queries(self, shape, place):
+    def q_block(self, seqlen, work_tile):
         """The first block of the queries of a sequence and head."""
-        if shape.PACKED:
-            return place.head * self.blocks_q + place.q0 // BLOCK + place.batch
+        if seqlen.PACKED:
+            return work_tile.head * self.blocks_q + work_tile.q0 // BLOCK + work_tile.batch
         else:
-            return (place.batch * shape.num_heads + place.head) * self.blocks_q
+            return (work_tile.batch * seqlen.num_heads + work_tile.head) * self.blocks_q
 
     @gluon.jit
-    def keys(self, shape, place, k0):
+    def k_block(self, seqlen, work_tile, k0):
         """The same of its keys, which begin at k0."""
-        head = place.head // shape.group_size
-        if shape.PACKED:
-            return head * self.blocks_k + k0 // BLOCK + place.batch
+        head = work_tile.head // seqlen.group_size
+        if seqlen.PACKED:
+            return head * self.blocks_k + k0 // BLOCK + work_tile.batch
         else:
-            kv_heads = shape.num_heads // shape.group_size
-            return (place.batch * kv_heads + head) * self.blocks_k
+            kv_heads = seqlen.num_heads // seqlen.group_size
+            return (work_tile.batch * kv_heads + head) * self.blocks_k
 
     @gluon.jit
     def scales(self, first, n):
@@ -107,28 +107,28 @@ class Narrow:
         """
         at = self.kv_scales + 2 * (first + n)
         k = 1.0
-        if not self.INTS:
+        if not self.INT8_QK:
             k = gl.load(at)
         v = 1.0
-        if not self.WIDE:
+        if not self.PV16:
             v = gl.load(at + 1)
-        return Scales(gl.to_tensor(k), gl.to_tensor(v))
+        return TileScales(gl.to_tensor(k), gl.to_tensor(v))
 
     @gluon.jit
-    def query_scales(self, shape, place, layout: gl.constexpr):
+    def query_scales(self, seqlen, work_tile, layout: gl.constexpr):
         """Of 64 queries, one for all or one for each; past the end there need not be any."""
-        last = gl.maximum(place.seqlen_q - 1, 0)
-        first = self.queries(shape, place)
-        if self.INTS:
-            rows = place.row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        last = gl.maximum(work_tile.seqlen_q - 1, 0)
+        first = self.q_block(seqlen, work_tile)
+        if self.INT8_QK:
+            rows = work_tile.row + gl.arange(0, 64, gl.SliceLayout(1, layout))
             return gl.load(self.q_scales + first * BLOCK + gl.minimum(rows, last))
         else:
-            return gl.load(self.q_scales + first + gl.minimum(place.row, last) // BLOCK)
+            return gl.load(self.q_scales + first + gl.minimum(work_tile.row, last) // BLOCK)
 
     @gluon.jit
     def token_scales(self, first, n, layout: gl.constexpr):
         """Of the keys of tile n, as a row, where each has one."""
-        if self.INTS:
+        if self.INT8_QK:
             cols = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
             return gl.load(self.k_tokens + (first + n) * BLOCK + cols)[None, :]
         else:
@@ -136,61 +136,65 @@ class Narrow:
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, counter, pipes, job, narrow):
-    shape, cfg = job.shape, job.cfg
+def produce(q_desc, k_desc, v_desc, counter, pipes, params, quant):
+    seqlen, cfg = params.seqlen, params.cfg
     WIDTH_V: gl.constexpr = v_desc.block_shape[0]
     i = 0  # key tiles loaded
     t = 0  # tiles of queries loaded
-    zero = job.order.num_tiles * 0
-    place, drawn = hand_out(counter, pipes, job, gl.program_id(0), Drawn(zero, zero, zero, zero))
-    while place.row >= 0:
-        keys = job.keys(place, cfg.CONSUMERS)
-        first = narrow.keys(shape, place, place.k0)
-        after = place
-        for n in range(keys.hi - 1, keys.lo - 1, -1):
+    zero = params.order.num_tiles * 0
+    work_tile, state = push_work(
+        counter, pipes, params, gl.program_id(0), ProducerState(zero, zero, zero, zero)
+    )
+    while work_tile.row >= 0:
+        blocks = params.block_range(work_tile, cfg.CONSUMERS)
+        first = quant.k_block(seqlen, work_tile, work_tile.k0)
+        after = work_tile
+        for n in range(blocks.hi - 1, blocks.lo - 1, -1):
             pipes.k.load(i, k_desc, [(first + n) * BLOCK, 0])
-            if n == keys.hi - 1:
-                load_queries(pipes, q_desc, job, narrow, place, t)
-            if n == gl.minimum(keys.lo + 1, keys.hi - 1):  # a ticket takes longer than a key tile
-                after, drawn = hand_out_next(counter, pipes, job, drawn)
+            if n == blocks.hi - 1:
+                load_queries(pipes, q_desc, params, quant, work_tile, t)
+            if n == gl.minimum(
+                blocks.lo + 1, blocks.hi - 1
+            ):  # a ticket takes longer than a key tile
+                after, state = push_next_work(counter, pipes, params, state)
             pipes.k.wait_empty(i + 1)  # the next keys' slot, and that of these values: see Pipes
-            if narrow.WIDE:
-                kv_head = place.head // shape.group_size
+            if quant.PV16:
+                kv_head = work_tile.head // seqlen.group_size
                 row = n * cfg.TILE_N
-                at = shape.coord(place.batch, kv_head, place.k0, place.seqlen_k, row)
+                at = seqlen.coord(work_tile.batch, kv_head, work_tile.k0, work_tile.seqlen_k, row)
                 pipes.v.load(i, v_desc, at)
             else:
                 pipes.v.load(i, v_desc, [(first + n) * WIDTH_V, 0])
             i += 1
-        if keys.hi == keys.lo:
-            load_queries(pipes, q_desc, job, narrow, place, t)
-            after, drawn = hand_out_next(counter, pipes, job, drawn)
-        place = after
+        if blocks.hi == blocks.lo:
+            load_queries(pipes, q_desc, params, quant, work_tile, t)
+            after, state = push_next_work(counter, pipes, params, state)
+        work_tile = after
         t += 1
 
 
 @gluon.jit
-def load_queries(pipes, q_desc, job, narrow, place, t):
-    CONSUMERS: gl.constexpr = job.cfg.CONSUMERS
-    row = narrow.queries(job.shape, place) * BLOCK + place.row
+def load_queries(pipes, q_desc, params, quant, work_tile, t):
+    CONSUMERS: gl.constexpr = params.cfg.CONSUMERS
+    row = quant.q_block(params.seqlen, work_tile) * BLOCK + work_tile.row
     for c in gl.static_range(CONSUMERS):
         pipes.q.wait_empty(t * CONSUMERS + c)
         pipes.q.load(t * CONSUMERS + c, q_desc, [row + 64 * c, 0])
 
 
 @gluon.jit
-def operand(p, cfg, dtype: gl.constexpr):
+def p_operand(p, cfg, dtype: gl.constexpr):
     """p on the left of its product, in the type of v; e4m3 with its columns in the order of v's
     keys: four neighbours are what a thread has.
     """
     if dtype == gl.float8e4nv:
-        return _operand8(p, cfg)
+        return _p_operand_fp8(p, cfg)
     else:
         return gl.convert_layout(p.to(dtype), cfg.P)
 
 
 @gluon.jit
-def _operand8(p, cfg):
+def _p_operand_fp8(p, cfg):
     TILE_N: gl.constexpr = cfg.TILE_N
     p = p.reshape([64, TILE_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, TILE_N])
     return gl.inline_asm_elementwise(
@@ -201,14 +205,14 @@ def _operand8(p, cfg):
 
 
 @gluon.jit
-def weigh(s, m, factor, ROWS: gl.constexpr):
+def softmax_tile(s, m, factor, ROWS: gl.constexpr):
     """(p * 2^LIFT, row maximum, factor for what was folded before) of products whose scores, in
     powers of two, are `factor` times as large: a number, or one for each of the ROWS.
     """
     m_new = gl.maximum(m, gl.max(s, 1) * factor)
     if ROWS:
         factor = factor[:, None]
-    p = gl.exp2(s * factor - (m_new - LIFT)[:, None])
+    p = gl.exp2(s * factor - (m_new - P_SHIFT)[:, None])
     return p, m_new, gl.exp2(m - m_new)
 
 
@@ -219,7 +223,7 @@ def thread_sums(p):
 
 
 @gluon.jit
-def add_values(pipes, cfg, p, acc, alpha, i, WIDE: gl.constexpr):
+def add_values(pipes, cfg, p, acc, alpha, i, PV16: gl.constexpr):
     """acc * alpha + p v of filling i, a part of v's columns after the other: each is a sum of its
     own until it is added.
     """
@@ -228,8 +232,8 @@ def add_values(pipes, cfg, p, acc, alpha, i, WIDE: gl.constexpr):
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, cfg.O))[:, None]
     added = ()
     for x in gl.static_range(PARTS):
-        part = pipes.v.slot(i)
-        if WIDE:
+        part = pipes.v.stage(i)
+        if PV16:
             part = part.slice(x * cfg.WIDTH, cfg.WIDTH, 1)
         else:
             part = part.slice(x * cfg.WIDTH, cfg.WIDTH, 0).permute((1, 0))
@@ -243,14 +247,14 @@ def add_values(pipes, cfg, p, acc, alpha, i, WIDE: gl.constexpr):
 
 
 @aggregate
-class Task:
+class QuantTask:
     """64 queries of one head, which filling of their ring they are, what their scores are
     multiplied with (a number, or one for each), and the first block of the keys that they meet.
     Consumer C has had the baton `turns` times beside once for each key tile.
     """
 
-    place: Place
-    filling: gl.tensor
+    work_tile: WorkTile
+    iteration: gl.tensor
     factor: gl.tensor
     first: gl.tensor
     turns: gl.tensor
@@ -258,208 +262,226 @@ class Task:
 
 
 @gluon.jit
-def make_task(job, narrow, place, t, C: gl.constexpr):
+def make_task(params, quant, work_tile, t, C: gl.constexpr):
     """Consumer C's part of the t-th tile of queries."""
-    shape = job.shape
-    k0, _ = shape.keys(place.batch)
-    factor = narrow.query_scales(shape, place, job.cfg.S) * job.scale.scale_log2
-    filling = t * job.cfg.CONSUMERS + C
-    return Task(place, filling, factor, narrow.keys(shape, place, k0), t, C)
+    seqlen = params.seqlen
+    k0, _ = seqlen.k_range(work_tile.batch)
+    factor = quant.query_scales(seqlen, work_tile, params.cfg.S) * params.scale.scale_log2
+    iteration = t * params.cfg.CONSUMERS + C
+    return QuantTask(work_tile, iteration, factor, quant.k_block(seqlen, work_tile, k0), t, C)
 
 
 @gluon.jit
-def products(pipes, cfg, q, i, INTS: gl.constexpr, C: gl.constexpr):
+def compute_qk(pipes, cfg, q, i, INT8_QK: gl.constexpr, C: gl.constexpr):
     """q k of filling i, integers of integers. Consumer C passes the baton on."""
-    if INTS:
+    if INT8_QK:
         zero = gl.zeros([64, cfg.TILE_N], gl.int32, cfg.S)
-        k = pipes.k.slot(i).permute((1, 0))
+        k = pipes.k.stage(i).permute((1, 0))
         s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     else:
-        s = score(pipes, cfg, q, i)
+        s = start_qk(pipes, cfg, q, i)
     if cfg.PINGPONG:
-        pipes.baton.pass_on(C)
+        pipes.pingpong.signal_next(C)
     return warpgroup_mma_wait(num_outstanding=0, deps=(s,))
 
 
 @gluon.jit
-def fold_tile(pipes, job, narrow, task, q, acc, m, l, unit, i, n, MASKED: gl.constexpr):
+def fold_tile(pipes, params, quant, task, q, acc, m, l, unit, i, n, MASKED: gl.constexpr):
     """Fold filling i, key tile n. acc comes in units of the last tile's scale of v, and goes in
     units of this one's. The baton is held before and after.
     """
-    cfg, place = job.cfg, task.place
-    scales = narrow.scales(task.first, n)
-    tokens = narrow.token_scales(task.first, n, cfg.S)
+    cfg, work_tile = params.cfg, task.work_tile
+    scales = quant.scales(task.first, n)
+    tokens = quant.token_scales(task.first, n, cfg.S)
     pipes.k.wait_full(i)
-    s = products(pipes, cfg, q, i, narrow.INTS, task.C)
+    s = compute_qk(pipes, cfg, q, i, quant.INT8_QK, task.C)
     pipes.k.release(i)
-    if narrow.INTS:
+    if quant.INT8_QK:
         s = s.to(gl.float32) * tokens
     if MASKED:
         col = n * cfg.TILE_N
-        s = visible(job.shape, s, place.row, col, place.seqlen_q, place.seqlen_k, cfg.S)
-    factor = gl.maximum(task.factor * scales.k, LEAST)
-    p, m, alpha = weigh(s, m, factor, narrow.INTS)
-    l = l * beside_lane_sums(alpha, l) + thread_sums(p)
+        s = apply_window(
+            params.seqlen, s, work_tile.row, col, work_tile.seqlen_q, work_tile.seqlen_k, cfg.S
+        )
+    factor = gl.maximum(task.factor * scales.k, MIN_FACTOR)
+    p, m, alpha = softmax_tile(s, m, factor, quant.INT8_QK)
+    l = l * broadcast_to_lane_sums(alpha, l) + thread_sums(p)
     alpha = alpha * (unit * approximate("rcp", scales.v))
     pipes.v.wait_full(i)
-    p = operand(p, cfg, pipes.v.slots.dtype)
+    p = p_operand(p, cfg, pipes.v.smem.dtype)
     if cfg.PINGPONG:
-        pipes.baton.take(task.C, i + 1 + task.turns)
-    return add_values(pipes, cfg, p, acc, alpha, i, narrow.WIDE), m, l, scales.v
+        pipes.pingpong.wait_turn(task.C, i + 1 + task.turns)
+    return add_values(pipes, cfg, p, acc, alpha, i, quant.PV16), m, l, scales.v
 
 
 @gluon.jit
-def fold_tiles(pipes, job, narrow, task, acc, m, l, unit, i, hi, lo, MASKED: gl.constexpr):
+def fold_tiles(pipes, params, quant, task, acc, m, l, unit, i, hi, lo, MASKED: gl.constexpr):
     """Key tiles from hi down to lo. Each loop over them has an address of the queries that ptxas
     cannot know to be the other loops': it took for one what another, which had no tiles, had not
     computed (docs/notebook.md, products of nothing).
     """
-    q = pipes.q.steady_slot(task.filling, i)
+    q = pipes.q.opaque_stage(task.iteration, i)
     for n in range(hi - 1, lo - 1, -1):
-        acc, m, l, unit = fold_tile(pipes, job, narrow, task, q, acc, m, l, unit, i, n, MASKED)
+        acc, m, l, unit = fold_tile(pipes, params, quant, task, q, acc, m, l, unit, i, n, MASKED)
         i += 1
     return acc, m, l, unit, i
 
 
 @gluon.jit
-def fold(pipes, job, narrow, task, mine, i, PARTS: gl.constexpr):
+def fold(pipes, params, quant, task, own_blocks, i, PARTS: gl.constexpr):
     """All key tiles that a consumer sees: cut by the diagonal or the end, whole, cut by the left
     side of the window.
     """
-    cfg = job.cfg
+    cfg = params.cfg
     acc = (gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O),) * PARTS
     m = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, cfg.S))
     l = thread_sums(gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S))
     unit = 1.0
     if cfg.PINGPONG:
-        pipes.baton.take(task.C, i + task.turns)
-    acc, m, l, unit, i = fold_tiles(pipes, job, narrow, task, acc, m, l, unit, i,
-                                    mine.hi, mine.full_hi, True)  # fmt: skip
-    acc, m, l, unit, i = fold_tiles(pipes, job, narrow, task, acc, m, l, unit, i,
-                                    mine.full_hi, mine.full_lo, False)  # fmt: skip
-    if job.shape.HAS_LEFT:
-        acc, m, l, unit, i = fold_tiles(pipes, job, narrow, task, acc, m, l, unit, i,
-                                        mine.full_lo, mine.lo, True)  # fmt: skip
+        pipes.pingpong.wait_turn(task.C, i + task.turns)
+    acc, m, l, unit, i = fold_tiles(pipes, params, quant, task, acc, m, l, unit, i, own_blocks.hi,
+                                    own_blocks.full_hi, True)  # fmt: skip
+    acc, m, l, unit, i = fold_tiles(pipes, params, quant, task, acc, m, l, unit, i,
+                                    own_blocks.full_hi, own_blocks.full_lo, False)  # fmt: skip
+    if params.seqlen.HAS_LEFT:
+        acc, m, l, unit, i = fold_tiles(pipes, params, quant, task, acc, m, l, unit, i,
+                                        own_blocks.full_lo, own_blocks.lo, True)  # fmt: skip
     if cfg.PINGPONG:
-        pipes.baton.pass_on(task.C)
-    return acc, m, whole_sums(l, cfg.S), unit, i
+        pipes.pingpong.signal_next(task.C)
+    return acc, m, reduce_lane_sums(l, cfg.S), unit, i
 
 
 @gluon.jit
-def finish(out, job, place, acc, m, l, unit, C: gl.constexpr):
+def finish_tile_rows(out, params, work_tile, acc, m, l, unit, C: gl.constexpr):
     """Store what 64 queries have come to. Where lse goes lies what their scores are short of."""
-    at, exist = lse_places(out, job, place)
-    m_log2 = m - LIFT + gl.load(at, mask=exist, other=0.0)
-    m_log2, l, inverse = close_rows(out, job, place, m_log2, l)
-    store_lse(out, job, place, m_log2, l)
+    at, exist = lse_pointers(out, params, work_tile)
+    m_log2 = m - P_SHIFT + gl.load(at, mask=exist, other=0.0)
+    m_log2, l, inverse = finalize_rows(out, params, work_tile, m_log2, l)
+    store_lse(out, params, work_tile, m_log2, l)
     inverse = inverse * unit
     for x in gl.static_range(len(acc)):
-        store_part(out, job, place, normalised(acc[x], inverse, job.cfg), x, C)
+        store_part(out, params, work_tile, normalize(acc[x], inverse, params.cfg), x, C)
 
 
 @gluon.jit
-def store_part(out, job, place, acc, PART: gl.constexpr, C: gl.constexpr):
+def store_part(out, params, work_tile, acc, PART: gl.constexpr, C: gl.constexpr):
     """Columns of 64 rows of the output."""
-    FIRST: gl.constexpr = PART * job.cfg.WIDTH
+    FIRST: gl.constexpr = PART * params.cfg.WIDTH
     if out.STAGED:
-        at = job.rows_at(place)
-        slot = out.slots.index(C)
-        store_tile(out.ref, at[:-1] + (gl.to_tensor(FIRST),), slot, acc.to(out.ref.dtype))
+        at = params.tile_coord(work_tile)
+        stage = out.smem.index(C)
+        store_tile(out.ref, at[:-1] + (gl.to_tensor(FIRST),), stage, acc.to(out.ref.dtype))
     else:
-        at, inside = wide_places(out, job, place, FIRST)
+        at, inside = out_pointers(out, params, work_tile, FIRST)
         gl.store(at, acc, mask=inside)
 
 
 @gluon.jit
-def within(mine, keys):
+def clamp_range(own_blocks, blocks):
     """Key tiles of a consumer as some of its program's: queries past the end, which see none, may
     count them anywhere.
     """
-    lo = gl.minimum(gl.maximum(mine.lo, keys.lo), keys.hi)
-    hi = gl.maximum(gl.minimum(mine.hi, keys.hi), lo)
-    full_hi = gl.minimum(gl.maximum(mine.full_hi, lo), hi)
-    return Keys(lo, gl.minimum(gl.maximum(mine.full_lo, lo), full_hi), full_hi, hi)
+    lo = gl.minimum(gl.maximum(own_blocks.lo, blocks.lo), blocks.hi)
+    hi = gl.maximum(gl.minimum(own_blocks.hi, blocks.hi), lo)
+    full_hi = gl.minimum(gl.maximum(own_blocks.full_hi, lo), hi)
+    return BlockRange(lo, gl.minimum(gl.maximum(own_blocks.full_lo, lo), full_hi), full_hi, hi)
 
 
 @gluon.jit
-def attend(out, pipes, job, narrow, work, t, i, C: gl.constexpr, PARTS: gl.constexpr):
+def attend_tile(out, pipes, params, quant, work, t, i, C: gl.constexpr, PARTS: gl.constexpr):
     """One consumer's 64 queries: (the next work, i)."""
-    cfg, place, keys = job.cfg, work.place, work.keys
-    mine = within(work.mine, keys)
-    i = skip(pipes, cfg, i, keys.hi - mine.hi, C, t)
-    task = make_task(job, narrow, place, t, C)
-    pipes.q.wait_full(task.filling)
-    acc, m, l, unit, i = fold(pipes, job, narrow, task, mine, i, PARTS)
-    pipes.q.release(task.filling)
-    after = take_work(pipes, job, t + 1, C)
-    finish(out, job, place, acc, m, l, unit, C)
-    return after, skip(pipes, cfg, i, mine.lo - keys.lo, C, t + 1)
+    cfg, work_tile, blocks = params.cfg, work.work_tile, work.blocks
+    own_blocks = clamp_range(work.own_blocks, blocks)
+    i = skip_tiles(pipes, cfg, i, blocks.hi - own_blocks.hi, C, t)
+    task = make_task(params, quant, work_tile, t, C)
+    pipes.q.wait_full(task.iteration)
+    acc, m, l, unit, i = fold(pipes, params, quant, task, own_blocks, i, PARTS)
+    pipes.q.release(task.iteration)
+    after = pop_work(pipes, params, t + 1, C)
+    finish_tile_rows(out, params, work_tile, acc, m, l, unit, C)
+    return after, skip_tiles(pipes, cfg, i, own_blocks.lo - blocks.lo, C, t + 1)
 
 
 @gluon.jit
-def consume(out, pipes, job, narrow, C: gl.constexpr, PARTS: gl.constexpr):
+def consume(out, pipes, params, quant, C: gl.constexpr, PARTS: gl.constexpr):
     i = 0  # key tiles seen
     t = 0  # tiles of queries seen
-    work = take_work(pipes, job, 0, C)
+    work = pop_work(pipes, params, 0, C)
     while work.exists:
-        work, i = attend(out, pipes, job, narrow, work, t, i, C, PARTS)
+        work, i = attend_tile(out, pipes, params, quant, work, t, i, C, PARTS)
         t += 1
     store_wait(0)
 
 
 _RUNTIME = [
     "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads", "group_size", "left", "right", "dim",
-    "room", "tiles_m", "section", "num_tiles", "blocks_q", "blocks_k", "batch",
+    "rows_per_batch", "tiles_m", "l2_group", "num_tiles", "blocks_q", "blocks_k", "batch",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_RUNTIME)
-def forward8_kernel(
+def forward_8bit_kernel(
     q_desc, k_desc, v_desc, out_ref, lse_ptr, sinks_ptr, q_scales, kv_scales, k_tokens,
     cu_seqlens_q, cu_seqlens_k, counter,
-    seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right, dim, room,
-    tiles_m, section, num_tiles, blocks_q, blocks_k, batch, scale_log2,
+    seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right, dim, rows_per_batch,
+    tiles_m, l2_group, num_tiles, blocks_q, blocks_k, batch, scale_log2,
     WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_SINKS: gl.constexpr, STAGED: gl.constexpr,
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, NUMBERED: gl.constexpr,
+    PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, NAMED_BARRIERS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    INTS: gl.constexpr = q_desc.dtype == gl.int8
-    WIDE: gl.constexpr = v_desc.dtype != gl.float8e4nv
-    PARTS: gl.constexpr = v_desc.block_shape[-1 if WIDE else 0] // WIDTH
-    cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, False, "always", 0, False, 0,
-                 16 if WIDE else 8, 8)  # fmt: skip
-    shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
-                  num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT)  # fmt: skip
+    INT8_QK: gl.constexpr = q_desc.dtype == gl.int8
+    PV16: gl.constexpr = v_desc.dtype != gl.float8e4nv
+    PARTS: gl.constexpr = v_desc.block_shape[-1 if PV16 else 0] // WIDTH
+    cfg = ForwardConfig(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, False, "always", 0, False, 0,
+                 16 if PV16 else 8, 8)  # fmt: skip
+    seqlen = SeqlenInfo(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k, num_heads,
+                        group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT)  # fmt: skip
     none = counter
-    blocks = Blocks(none, none, none, none, none, none, batch, batch, False)
-    pages = make_pages(none, none, batch, batch, batch, batch, batch, 0, TILE_N)
-    order = Order(tiles_m, section, num_tiles, HAS_RIGHT)
-    job = Job(shape, blocks, pages, order, Scale(scale_log2, scale_log2, False), cfg, batch)
-    narrow = Narrow(q_scales, kv_scales, k_tokens, blocks_q, blocks_k, INTS, WIDE)
-    q = make_ring(q_desc, Q_STAGES * CONSUMERS, 1)
-    k = make_ring(k_desc, STAGES, CONSUMERS, 1, NUMBERED)
-    v = make_ring(v_desc, STAGES, CONSUMERS)
-    pipes = Pipes(q, k, v, make_tickets(CONSUMERS, job.WORDS), make_baton(CONSUMERS))
-    slots = q.slots
+    blocks = BlockMaskLists(none, none, none, none, none, none, batch, batch, False)
+    pages = make_paged_kv(none, none, batch, batch, batch, batch, batch, 0, TILE_N)
+    order = TileOrder(tiles_m, l2_group, num_tiles, HAS_RIGHT)
+    params = ForwardParams(
+        seqlen, blocks, pages, order, SoftmaxScale(scale_log2, scale_log2, False), cfg, batch
+    )
+    quant = QuantBlocks(q_scales, kv_scales, k_tokens, blocks_q, blocks_k, INT8_QK, PV16)
+    q = make_pipeline(q_desc, Q_STAGES * CONSUMERS, 1)
+    k = make_pipeline(k_desc, STAGES, CONSUMERS, 1, NAMED_BARRIERS)
+    v = make_pipeline(v_desc, STAGES, CONSUMERS)
+    pipes = ForwardPipelines(
+        q, k, v, make_work_queue(CONSUMERS, params.FIELDS), make_pingpong(CONSUMERS)
+    )
+    out_smem = q.smem
     if STAGED:
         shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape
-        slots = gl.allocate_shared_memory(out_ref.dtype, shape_out, out_ref.layout)
-    out = Out(out_ref, slots, q, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, STAGED, False, False)
-    loader = (q_desc, k_desc, v_desc, counter, pipes, job, narrow)
-    follow()
+        out_smem = gl.allocate_shared_memory(out_ref.dtype, shape_out, out_ref.layout)
+    out = ForwardOutput(
+        out_ref,
+        out_smem,
+        q,
+        lse_ptr,
+        sinks_ptr,
+        dim,
+        rows_per_batch,
+        HAS_SINKS,
+        STAGED,
+        False,
+        False,
+    )
+    loader = (q_desc, k_desc, v_desc, counter, pipes, params, quant)
+    sync_with_previous_kernel()
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (out, pipes, job, narrow, 0, PARTS)),
-            (consume, (out, pipes, job, narrow, 1, PARTS)),
+            (consume, (out, pipes, params, quant, 0, PARTS)),
+            (consume, (out, pipes, params, quant, 1, PARTS)),
             (produce, loader),
         ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (out, pipes, job, narrow, 0, PARTS)),
-            (consume, (out, pipes, job, narrow, 1, PARTS)),
-            (consume, (out, pipes, job, narrow, 2, PARTS)),
+            (consume, (out, pipes, params, quant, 0, PARTS)),
+            (consume, (out, pipes, params, quant, 1, PARTS)),
+            (consume, (out, pipes, params, quant, 2, PARTS)),
             (produce, loader),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     pipes.close()

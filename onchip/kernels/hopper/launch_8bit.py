@@ -9,23 +9,23 @@ from torch import Tensor
 from onchip.kernels.configs import hopper_eight_config, hopper_width
 from onchip.kernels.counters import counter
 from onchip.kernels.handles import Handle
-from onchip.kernels.hopper.forward_8bit import forward8_kernel
+from onchip.kernels.hopper.forward_8bit import forward_8bit_kernel
 from onchip.kernels.hopper.tensors import (
     L2_FORWARD,
     descriptor,
-    matrix,
+    fill_without_keys,
+    l2_group_size,
+    matrix_descriptor,
     num_sms,
-    scales,
-    section_of,
+    softmax_scales,
     tile_constants,
-    without_keys,
 )
 from onchip.kernels.protocol import Result, empty_result
 from onchip.problem import Problem, Tensors
 
-PART = 128  # columns of values that are summed at once
+PV_COLUMNS = 128  # columns of values that are summed at once
 
-_forward8_kernel = Handle(forward8_kernel)
+_forward_8bit_kernel = Handle(forward_8bit_kernel)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
@@ -33,8 +33,8 @@ def forward(problem: Problem, x: Tensors) -> Result:
     if not out.numel() or not problem.batch:
         return Result(out, lse)
     if not x.k.numel() or not problem.seqlen_k:
-        return without_keys(out, lse, x.sinks)
-    attend(problem, x, prepare(problem, x, lse), out, lse)
+        return fill_without_keys(out, lse, x.sinks)
+    launch_attention(problem, x, prepare(problem, x, lse), out, lse)
     return Result(out, lse)
 
 
@@ -45,26 +45,26 @@ def prepare(problem: Problem, x: Tensors, shift: Tensor) -> Any:
     return import_module("onchip.kernels.triton.quantise").prepare(problem, x, shift)
 
 
-def attend(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor) -> None:
+def launch_attention(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor) -> None:
     """Fill out and lse, where what `operands` are short of lies already."""
     q, k, v, pairs = operands
     left, right = problem.reach
     width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
-    part = min(width_v, PART)
+    part = min(width_v, PV_COLUMNS)
     config = hopper_eight_config(problem.precision, max(width, width_v))
-    planes = problem.batch * problem.num_heads
+    num_head_tiles = problem.batch * problem.num_heads
     tiles_m = -(-problem.seqlen_q // (64 * config.consumers))
-    num_tiles = tiles_m * planes
+    num_tiles = tiles_m * num_head_tiles
     programs = min(num_tiles, num_sms(x.q.device))
     uneven = left is not None or right is not None or problem.packed
     dynamic = (uneven or config.dynamic) and num_tiles > programs
     staged = problem.out_dtype.itemsize == 2
-    _forward8_kernel[(programs,)](
-        matrix(q.values, 64, width),
-        matrix(k.values, config.tile_n, width),
+    _forward_8bit_kernel[(programs,)](
+        matrix_descriptor(q.values, 64, width),
+        matrix_descriptor(k.values, config.tile_n, width),
         descriptor(x.v, config.tile_n, width_v)
         if v is None
-        else matrix(v.values, width_v, config.tile_n),
+        else matrix_descriptor(v.values, width_v, config.tile_n),
         descriptor(out, 64, part) if staged else out,
         lse,
         lse if x.sinks is None else x.sinks,
@@ -85,12 +85,12 @@ def attend(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor
         problem.head_dim_v,
         problem.seqlen_q,
         tiles_m,
-        _section(problem, planes),
+        _l2_group(problem, num_head_tiles),
         num_tiles,
         q.count,
         k.count,
         problem.batch,
-        scales(problem)[0],
+        softmax_scales(problem)[0],
         WIDTH=part,
         PACKED=problem.packed,
         HAS_LEFT=left is not None,
@@ -103,6 +103,6 @@ def attend(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor
     )
 
 
-def _section(problem: Problem, planes: int) -> int:
+def _l2_group(problem: Problem, num_head_tiles: int) -> int:
     per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    return section_of(planes, per_head // problem.group_size, L2_FORWARD)
+    return l2_group_size(num_head_tiles, per_head // problem.group_size, L2_FORWARD)

@@ -9,58 +9,59 @@ import triton
 from torch import Tensor
 
 from onchip.kernels.configs import (
-    HopperGradientConfig,
-    hopper_gradient_config,
+    HopperSplitConfig,
+    hopper_split_config,
     hopper_width,
 )
 from onchip.kernels.handles import Handle
-from onchip.kernels.hopper.backward_split import gradient_kernel
+from onchip.kernels.hopper.backward_split import backward_split_kernel
 from onchip.kernels.hopper.tensors import (
     L2_BACKWARD,
-    Frame,
+    BackwardArguments,
     descriptor,
-    gradient_tiles,
+    grad_descriptor,
+    l2_group_size,
     num_sms,
-    numbers,
-    scales,
-    section_of,
-    team,
+    softmax_scales,
+    vector_descriptor,
+    warp_constants,
 )
 from onchip.kernels.protocol import grad_dtype
 from onchip.problem import Problem, Tensors
 
-_gradient_kernel = Handle(gradient_kernel)
+_backward_split_kernel = Handle(backward_split_kernel)
 # With the own rows in registers ptxas of Triton 3.9 makes every product wait for the last: the
 # compile tests see it. That of 3.6 does not; those in between are not known.
-_CAN_HOLD = triton.__version__.startswith("3.6")
+_CAN_KEEP_OWN_IN_REGISTERS = triton.__version__.startswith("3.6")
 
 
-def query_gradient(
-    problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor
-) -> Tensor:
+def compute_dq(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor) -> Tensor:
     """dq."""
-    config = hopper_gradient_config(max(problem.head_dim, problem.head_dim_v))
-    return _launch(problem, x, _Side(x.q, dout, x.k, x.v, x.q, False, False, config), rows, counter)
+    config = hopper_split_config(max(problem.head_dim, problem.head_dim_v))
+    return _launch(
+        problem, x, _SplitOperands(x.q, dout, x.k, x.v, x.q, False, False, config), rows, counter
+    )
 
 
-def key_gradient(
-    problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor
-) -> Tensor:
+def compute_dk(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor) -> Tensor:
     """dk."""
-    config = hopper_gradient_config(max(problem.head_dim, problem.head_dim_v))
-    return _launch(problem, x, _Side(x.k, x.v, x.q, dout, x.k, True, False, config), rows, counter)
+    config = hopper_split_config(max(problem.head_dim, problem.head_dim_v))
+    return _launch(
+        problem, x, _SplitOperands(x.k, x.v, x.q, dout, x.k, True, False, config), rows, counter
+    )
 
 
-def value_gradient(
-    problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor
-) -> Tensor:
+def compute_dv(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor) -> Tensor:
     """dv."""
-    config = hopper_gradient_config(max(problem.head_dim, problem.head_dim_v))
-    config = config._replace(held=False, b1_stages=2)  # a1 is not there, and leaves room
-    return _launch(problem, x, _Side(x.k, x.v, x.q, dout, x.v, True, True, config), rows, counter)
+    config = hopper_split_config(max(problem.head_dim, problem.head_dim_v))
+    # Without a1, shared memory has space for two stages of b1.
+    config = config._replace(own_in_registers=False, b1_stages=2)
+    return _launch(
+        problem, x, _SplitOperands(x.k, x.v, x.q, dout, x.v, True, True, config), rows, counter
+    )
 
 
-class _Side(NamedTuple):
+class _SplitOperands(NamedTuple):
     """Operands as backward_split.py names them, and the tensor whose gradient it is."""
 
     a0: Tensor
@@ -70,10 +71,12 @@ class _Side(NamedTuple):
     of: Tensor
     keys: bool
     values: bool
-    config: HopperGradientConfig
+    config: HopperSplitConfig
 
 
-def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor, counter: Tensor) -> Tensor:
+def _launch(
+    problem: Problem, x: Tensors, side: _SplitOperands, rows: Tensor, counter: Tensor
+) -> Tensor:
     out = side.of.new_empty(side.of.shape, dtype=grad_dtype(problem))
     width = hopper_width(max(problem.head_dim, problem.head_dim_v))
     tile = side.config.tile
@@ -84,19 +87,19 @@ def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor, counter: Te
         lists = None if x.mask is None else x.mask.cols
     tiles_m, heads = -(-own // 128), problem.batch * num_heads
     num_tiles = tiles_m * heads
-    scale, inner = scales(problem)
-    frame = Frame.of(problem, x, lists, counter, side.keys)
-    _gradient_kernel[(min(num_tiles, num_sms(x.q.device)),)](
+    scale, inner = softmax_scales(problem)
+    arguments = BackwardArguments.of(problem, x, lists, counter, side.keys)
+    _backward_split_kernel[(min(num_tiles, num_sms(x.q.device)),)](
         descriptor(side.a0, 64, width),
         descriptor(side.a1, 64, width),
         descriptor(side.b0, tile, width),
         descriptor(side.b1, tile, width),
-        numbers(rows, (2 * tile,)),
+        vector_descriptor(rows, (2 * tile,)),
         rows,
-        gradient_tiles(out, width),
-        *frame.arguments,
+        grad_descriptor(out, width),
+        *arguments.positional,
         tiles_m,
-        section_of(heads, other * _bytes_per_row(problem, width, side.keys), L2_BACKWARD),
+        l2_group_size(heads, other * _bytes_per_row(problem, width, side.keys), L2_BACKWARD),
         num_tiles,
         problem.batch,
         scale,
@@ -105,7 +108,7 @@ def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor, counter: Te
         WIDTH=width,
         KEYS=side.keys,
         VALUES=side.values,
-        **frame.constants,
+        **arguments.constants,
         **_constants(side.config),
     )
     return out
@@ -119,11 +122,11 @@ def _bytes_per_row(problem: Problem, width: int, keys: bool) -> int:
 
 
 @cache
-def _constants(config: HopperGradientConfig) -> dict:
+def _constants(config: HopperSplitConfig) -> dict:
     return {
         "TILE": config.tile,
         "B0_STAGES": config.b0_stages,
         "B1_STAGES": config.b1_stages,
-        "HELD": config.held and _CAN_HOLD,
-        **team(config),
+        "OWN_IN_REGISTERS": config.own_in_registers and _CAN_KEEP_OWN_IN_REGISTERS,
+        **warp_constants(config),
     }

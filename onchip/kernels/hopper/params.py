@@ -6,38 +6,43 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from onchip.kernels.hopper.aggregate import aggregate
-from onchip.kernels.hopper.block_sparse import BLOCK, Blocks, Strips, block_tiles
-from onchip.kernels.hopper.mask import keys_of
-from onchip.kernels.hopper.paging import Pages
-from onchip.kernels.hopper.pipeline import Baton, Ring, Tickets
-from onchip.kernels.hopper.seqlen import Shape
-from onchip.kernels.hopper.softmax import Scale
-from onchip.kernels.hopper.tile_scheduler import Order, find_tile
+from onchip.kernels.hopper.block_sparse import (
+    BLOCK,
+    BlockMaskLists,
+    StripMaskLists,
+    num_listed_tiles,
+)
+from onchip.kernels.hopper.mask import get_block_range
+from onchip.kernels.hopper.paging import PagedKV
+from onchip.kernels.hopper.pipeline import PingPong, Pipeline, WorkQueue
+from onchip.kernels.hopper.seqlen import SeqlenInfo
+from onchip.kernels.hopper.softmax import SoftmaxScale
+from onchip.kernels.hopper.tile_scheduler import TileOrder, find_tile
 
 
 @aggregate
-class Pipes:
+class ForwardPipelines:
     """What producer and consumers share. Releasing key tile i says that value tile i - 1 is free
     too.
     """
 
-    q: Ring
-    k: Ring
-    v: Ring
-    tickets: Tickets
-    baton: Baton
+    q: Pipeline
+    k: Pipeline
+    v: Pipeline
+    work_queue: WorkQueue
+    pingpong: PingPong
 
     @gluon.jit
     def close(self):
         self.q.close()
         self.k.close()
         self.v.close()
-        self.tickets.close()
-        self.baton.close()
+        self.work_queue.close()
+        self.pingpong.close()
 
 
 @aggregate
-class Config:
+class ForwardConfig:
     """How it is computed. S is the layout of scores (64, TILE_N), O that of the output (64, WIDTH),
     P that of probabilities on the left of their product. Of these each has BITS, of the operands of
     scores S_BITS.
@@ -50,17 +55,17 @@ class Config:
     DYNAMIC: gl.constexpr
     OUT_IN_Q: gl.constexpr
     RESCALE: gl.constexpr
-    POLY: gl.constexpr
-    UNDER: gl.constexpr
-    HOLD: gl.constexpr
+    EMULATED_EXP2: gl.constexpr
+    RESCALE_UNDER_QK: gl.constexpr
+    DELAY_PV_WAIT: gl.constexpr
     S: gl.constexpr
     O: gl.constexpr
     P: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER, HOLD,
-        BITS=16, S_BITS=16,
+        self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, EMULATED_EXP2,
+        RESCALE_UNDER_QK, DELAY_PV_WAIT, BITS=16, S_BITS=16,
     ):  # fmt: skip
         wide = lambda n, bits: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 256 // bits])
         self.TILE_N = gl.constexpr(TILE_N)
@@ -70,30 +75,30 @@ class Config:
         self.DYNAMIC = gl.constexpr(DYNAMIC)
         self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
         self.RESCALE = gl.constexpr(RESCALE)
-        self.POLY = gl.constexpr(POLY)
-        self.UNDER = gl.constexpr(UNDER)
-        self.HOLD = gl.constexpr(HOLD)
+        self.EMULATED_EXP2 = gl.constexpr(EMULATED_EXP2)
+        self.RESCALE_UNDER_QK = gl.constexpr(RESCALE_UNDER_QK)
+        self.DELAY_PV_WAIT = gl.constexpr(DELAY_PV_WAIT)
         self.S = gl.constexpr(wide(TILE_N, S_BITS))
         self.O = gl.constexpr(wide(WIDTH, BITS))
         self.P = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH, BITS), 32 // BITS))
 
 
 @aggregate
-class Job:
-    shape: Shape
-    blocks: Blocks | Strips
-    pages: Pages
-    order: Order
-    scale: Scale
-    cfg: Config
+class ForwardParams:
+    seqlen: SeqlenInfo
+    blocks: BlockMaskLists | StripMaskLists
+    pages: PagedKV
+    order: TileOrder
+    scale: SoftmaxScale
+    cfg: ForwardConfig
     batch: gl.tensor
     STRIPS: gl.constexpr
     SPARSE: gl.constexpr
-    WORDS: gl.constexpr
+    FIELDS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, shape, blocks, pages, order, scale, cfg, batch):
-        self.shape = shape
+    def __init__(self, seqlen, blocks, pages, order, scale, cfg, batch):
+        self.seqlen = seqlen
         self.blocks = blocks
         self.pages = pages
         self.order = order
@@ -101,102 +106,105 @@ class Job:
         self.cfg = cfg
         self.batch = batch
         self.STRIPS = gl.constexpr(blocks.STRIPS)
-        self.SPARSE = gl.constexpr(shape.PACKED.value and pages.SIZE.value > 0)
-        self.WORDS = gl.constexpr(6 if shape.PACKED.value or pages.SIZE.value else 3)
+        self.SPARSE = gl.constexpr(seqlen.PACKED.value and pages.SIZE.value > 0)
+        self.FIELDS = gl.constexpr(6 if seqlen.PACKED.value or pages.SIZE.value else 3)
 
     @gluon.jit
-    def find(self, number, block, passed):
+    def find_tile(self, number, block, passed):
         """SPARSE: most tickets may be of no queries, so the producer counts those that are of some:
         see tile_scheduler.find_tile.
         """
-        ROWS: gl.constexpr = 64 // self.shape.GROUP * self.cfg.CONSUMERS
-        return find_tile(self.shape, self.order, self.batch, number, block, passed, ROWS)
+        ROWS: gl.constexpr = 64 // self.seqlen.GROUP * self.cfg.CONSUMERS
+        return find_tile(self.seqlen, self.order, self.batch, number, block, passed, ROWS)
 
     @gluon.jit
-    def place(self, ticket):
+    def work_tile(self, work_index):
         """The tile of queries of a ticket; its row is -1 if there is no such ticket."""
-        shape, num_tiles = self.shape, self.order.num_tiles
-        some = gl.minimum(ticket, num_tiles - 1)  # no length is looked up that does not exist
-        tile, plane = self.order.tile(some)
-        batch = plane // shape.planes()
-        q0, seqlen_q = shape.queries(batch)
+        seqlen, num_tiles = self.seqlen, self.order.num_tiles
+        # No length is loaded past the end of cu_seqlens.
+        clamped_index = gl.minimum(work_index, num_tiles - 1)
+        tile, batch_head = self.order.locate(clamped_index)
+        batch = batch_head // seqlen.num_head_tiles()
+        q0, seqlen_q = seqlen.q_range(batch)
         if self.pages.SIZE:
-            k0, seqlen_k = 0, self.pages.length(batch)
+            k0, seqlen_k = 0, self.pages.seqlen_k(batch)
         else:
-            k0, seqlen_k = shape.keys(batch)
-        ROWS: gl.constexpr = 64 // shape.GROUP * self.cfg.CONSUMERS
-        row = gl.where(ticket < num_tiles, tile * ROWS, -1)
-        return Place(batch, shape.first_head(plane), row, q0, seqlen_q, k0, seqlen_k)
+            k0, seqlen_k = seqlen.k_range(batch)
+        ROWS: gl.constexpr = 64 // seqlen.GROUP * self.cfg.CONSUMERS
+        row = gl.where(work_index < num_tiles, tile * ROWS, -1)
+        return WorkTile(batch, seqlen.first_head(batch_head), row, q0, seqlen_q, k0, seqlen_k)
 
     @gluon.jit
-    def words(self, place):
+    def pack_tile(self, work_tile):
         """What consumers must know of a place: see told."""
-        words = (place.row, place.batch, place.head)
-        if self.WORDS == 6:
-            words = words + (place.q0, place.seqlen_q, place.seqlen_k)
-        return words
+        fields = (work_tile.row, work_tile.batch, work_tile.head)
+        if self.FIELDS == 6:
+            fields = fields + (work_tile.q0, work_tile.seqlen_q, work_tile.seqlen_k)
+        return fields
 
     @gluon.jit
-    def told(self, words):
+    def unpack_tile(self, fields):
         """The place from its words; where its keys begin, only the producer knows."""
-        row, batch, head = words[0], words[1], words[2]
+        row, batch, head = fields[0], fields[1], fields[2]
         nowhere = 0
-        if self.WORDS == 3:
-            q0, seqlen_q, seqlen_k = 0, self.shape.seqlen_q, self.shape.seqlen_k
+        if self.FIELDS == 3:
+            q0, seqlen_q, seqlen_k = 0, self.seqlen.seqlen_q, self.seqlen.seqlen_k
         else:
-            q0, seqlen_q, seqlen_k = words[3], words[4], words[5]
-        return Place(batch, head, row, q0, seqlen_q, nowhere, seqlen_k)
+            q0, seqlen_q, seqlen_k = fields[3], fields[4], fields[5]
+        return WorkTile(batch, head, row, q0, seqlen_q, nowhere, seqlen_k)
 
     @gluon.jit
-    def part(self, place, C: gl.constexpr):
+    def consumer_tile(self, work_tile, C: gl.constexpr):
         """The queries of consumer C."""
-        row = place.row + 64 // self.shape.GROUP * C
-        return Place(place.batch, place.head, row, place.q0, place.seqlen_q, place.k0,
-                     place.seqlen_k)  # fmt: skip
+        row = work_tile.row + 64 // self.seqlen.GROUP * C
+        return WorkTile(work_tile.batch, work_tile.head, row, work_tile.q0, work_tile.seqlen_q,
+                        work_tile.k0, work_tile.seqlen_k)  # fmt: skip
 
     @gluon.jit
-    def rows_at(self, place):
+    def tile_coord(self, work_tile):
         """Where the queries of a place begin, as descriptors of rows count."""
-        q0, seqlen_q = place.q0, place.seqlen_q
-        return self.shape.q_coord(place.batch, place.head, q0, seqlen_q, place.row)
+        q0, seqlen_q = work_tile.q0, work_tile.seqlen_q
+        return self.seqlen.q_coord(work_tile.batch, work_tile.head, q0, seqlen_q, work_tile.row)
 
     @gluon.jit
-    def keys(self, place, CONSUMERS: gl.constexpr):
+    def block_range(self, work_tile, CONSUMERS: gl.constexpr):
         """The key tiles that the queries of so many consumers see, from a place on."""
         TILE_N: gl.constexpr = self.cfg.TILE_N
-        ROWS: gl.constexpr = 64 // self.shape.GROUP * CONSUMERS
-        return keys_of(self.shape, place.row, ROWS, place.seqlen_q, place.seqlen_k, TILE_N)
+        ROWS: gl.constexpr = 64 // self.seqlen.GROUP * CONSUMERS
+        return get_block_range(
+            self.seqlen, work_tile.row, ROWS, work_tile.seqlen_q, work_tile.seqlen_k, TILE_N
+        )
 
     @gluon.jit
-    def heads(self, place, layout: gl.constexpr):
+    def row_heads(self, work_tile, layout: gl.constexpr):
         """The head of each of a consumer's 64 rows."""
-        if self.shape.GROUP == 1:
-            return place.head
+        if self.seqlen.GROUP == 1:
+            return work_tile.head
         else:
-            return place.head + gl.arange(0, 64, gl.SliceLayout(1, layout)) % self.shape.GROUP
+            return work_tile.head + gl.arange(0, 64, gl.SliceLayout(1, layout)) % self.seqlen.GROUP
 
     @gluon.jit
-    def listed(self, place):
+    def list_blocks(self, work_tile):
         """The same where a mask lists them (of no place: those of some row)."""
         if self.STRIPS:
-            share = self.share(place, place)
-            return share, share.total()
+            strip_view = self.strip_view(work_tile, work_tile)
+            return strip_view, strip_view.total()
         else:
-            block = gl.maximum(place.row, 0) // BLOCK
-            entries = self.blocks.entries(place.batch, place.head, block)
-            return entries, block_tiles(entries, self.cfg.TILE_N)
+            block = gl.maximum(work_tile.row, 0) // BLOCK
+            entries = self.blocks.entries(work_tile.batch, work_tile.head, block)
+            return entries, num_listed_tiles(entries, self.cfg.TILE_N)
 
     @gluon.jit
-    def share(self, first, place):
+    def strip_view(self, first, work_tile):
         """What the queries of a place see of the strip that begins at the place `first`."""
         row = gl.maximum(first.row, 0)
-        side = gl.maximum(place.row, 0) // BLOCK - row // BLOCK
+        side = gl.maximum(work_tile.row, 0) // BLOCK - row // BLOCK
         strip = row // (64 * self.cfg.CONSUMERS)
-        return self.blocks.share(place.batch, place.head, strip, side)
+        return self.blocks.strip_view(work_tile.batch, work_tile.head, strip, side)
 
 
 @aggregate
-class Place:
+class WorkTile:
     """Queries from `row` of their sequence on, of one head, or of the group that begins there."""
 
     batch: gl.tensor

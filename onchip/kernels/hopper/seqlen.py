@@ -7,7 +7,7 @@ from onchip.kernels.hopper.aggregate import aggregate
 
 
 @aggregate
-class Shape:
+class SeqlenInfo:
     """The runtime shape of a call. Windows count from the diagonal; causal is a right side of 0. A
     tile holds GROUP rows of each query, one for each of GROUP neighbouring heads.
     """
@@ -32,28 +32,28 @@ class Shape:
         """(first row of q, rows, first key, keys) of one sequence, within the tensors whatever
         cu_seqlens says.
         """
-        q0, seqlen_q = self.queries(batch)
-        k0, seqlen_k = self.keys(batch)
+        q0, seqlen_q = self.q_range(batch)
+        k0, seqlen_k = self.k_range(batch)
         return q0, seqlen_q, k0, seqlen_k
 
     @gluon.jit
-    def queries(self, batch):
+    def q_range(self, batch):
         """(first row of q, rows) of one sequence."""
         if self.PACKED:
-            return _clamped(self.cu_seqlens_q + batch, self.total_q)
+            return _load_range(self.cu_seqlens_q + batch, self.total_q)
         else:
             return 0, self.seqlen_q
 
     @gluon.jit
-    def keys(self, batch):
+    def k_range(self, batch):
         """(first key, keys) of one sequence."""
         if self.PACKED:
-            return _clamped(self.cu_seqlens_k + batch, self.total_k)
+            return _load_range(self.cu_seqlens_k + batch, self.total_k)
         else:
             return 0, self.seqlen_k
 
     @gluon.jit
-    def planes(self):
+    def num_head_tiles(self):
         """Of one batch entry: heads, or groups of them that share tiles."""
         if self.GROUP == 1:
             return self.num_heads
@@ -61,14 +61,14 @@ class Shape:
             return self.num_heads // self.GROUP
 
     @gluon.jit
-    def first_head(self, plane):
+    def first_head(self, batch_head):
         if self.GROUP == 1:
-            return plane % self.num_heads
+            return batch_head % self.num_heads
         else:
-            return plane * self.GROUP % self.num_heads
+            return batch_head * self.GROUP % self.num_heads
 
     @gluon.jit
-    def queries_of(self, rows: gl.constexpr, layout: gl.constexpr):
+    def query_rows(self, rows: gl.constexpr, layout: gl.constexpr):
         """Whose rows a tile holds, from its first query on."""
         if self.GROUP == 1:
             return gl.arange(0, rows, gl.SliceLayout(1, layout))
@@ -97,7 +97,7 @@ class Shape:
 
 
 @gluon.jit
-def _clamped(offsets, total):
+def _load_range(offsets, total):
     """(first, how many) between two neighbours of cu_seqlens, whatever they say."""
     start = gl.minimum(gl.maximum(gl.load(offsets), 0), total)
     stop = gl.minimum(gl.maximum(gl.load(offsets + 1), start), total)
@@ -105,11 +105,11 @@ def _clamped(offsets, total):
 
 
 @gluon.jit
-def padded_tile(shape, total, num_sequences, batch, head, first, length, TILE: gl.constexpr):
+def padded_tile(seqlen, total, num_sequences, batch, head, first, length, TILE: gl.constexpr):
     """Number of the first tile of a sequence of queries in buffers where every sequence of every
     head starts a new tile.
     """
-    if shape.PACKED:
+    if seqlen.PACKED:
         return head * (total // TILE + num_sequences) + first // TILE + batch
     else:
-        return (batch * shape.num_heads + head) * ((length + TILE - 1) // TILE)
+        return (batch * seqlen.num_heads + head) * ((length + TILE - 1) // TILE)

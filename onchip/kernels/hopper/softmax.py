@@ -8,11 +8,11 @@ from onchip.kernels.hopper.aggregate import aggregate
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-3.4e38)  # not quite the lowest number: rounding must not make it infinite
-STALE = gl.constexpr(8.0)  # how far a lazy maximum may lag, in powers of two
+RESCALE_THRESHOLD = gl.constexpr(8.0)  # how far a lazy maximum may lag, in powers of two
 
 
 @aggregate
-class Scale:
+class SoftmaxScale:
     """scale_log2 turns scores into base-2 logits; with softcap, scores are first bent by softcap *
     tanh(x * inner).
     """
@@ -22,7 +22,7 @@ class Scale:
     SOFTCAP: gl.constexpr
 
     @gluon.jit
-    def bend(self, s):
+    def apply_softcap(self, s):
         """s, or tanh(s * inner) if softcap is on (its factor is inside scale_log2)."""
         if self.SOFTCAP:
             return 1.0 - 2.0 / (gl.exp2(s * self.inner) + 1.0)
@@ -30,7 +30,7 @@ class Scale:
             return s
 
     @gluon.jit
-    def finite(self, m):
+    def clamp_maxima(self, m):
         """Row maxima; -inf becomes the lowest number that is finite even as a logit. A fold that
         starts with it needs no test for -inf at every tile (4 instructions of 430): a score of
         -inf, masked or by value, then has weight 0, and l = 0 marks a row without any other.
@@ -65,13 +65,18 @@ def _exp2_constraints(every):
 
 
 @gluon.jit
-def exp2(x, POLY: gl.constexpr):
+def exp2(x, EMULATED_EXP2: gl.constexpr):
     """2^x; if POLY, one of POLY neighbours off the exponential unit (v4)."""
-    if POLY == 0:
+    if EMULATED_EXP2 == 0:
         return gl.exp2(x)
     else:
         return gl.inline_asm_elementwise(
-            _exp2_asm(POLY), _exp2_constraints(POLY), [x], dtype=gl.float32, is_pure=True, pack=POLY
+            _exp2_asm(EMULATED_EXP2),
+            _exp2_constraints(EMULATED_EXP2),
+            [x],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=EMULATED_EXP2,
         )
 
 
@@ -86,18 +91,18 @@ def approximate(name: gl.constexpr, x):
 
 
 @gluon.jit
-def softmax(s, m, job):
+def softmax(s, m, params):
     """(p, row maximum, factor for what was folded before), in the units of s; m is finite. "stale":
     the maximum follows only when it is left behind by more than 2^STALE (v4); p may then be as
     large, and where one key has nearly all the weight, p is no longer the 1 that 16 bits hold
     exactly.
     """
-    scale_log2 = job.scale.scale_log2
+    scale_log2 = params.scale.scale_log2
     m_new = gl.maximum(m, gl.max(s, 1))
-    if job.cfg.RESCALE == "stale":
-        m_new = gl.where((m_new - m) * scale_log2 > STALE, m_new, m)
+    if params.cfg.RESCALE == "stale":
+        m_new = gl.where((m_new - m) * scale_log2 > RESCALE_THRESHOLD, m_new, m)
     alpha = gl.exp2((m - m_new) * scale_log2)
-    p = exp2(s * scale_log2 - (m_new * scale_log2)[:, None], job.cfg.POLY)
+    p = exp2(s * scale_log2 - (m_new * scale_log2)[:, None], params.cfg.EMULATED_EXP2)
     return p, m_new, alpha
 
 
@@ -107,8 +112,8 @@ def _rescale_asm(pack):
     first, second = f"${2 * pack}", f"${2 * pack + 2}"  # a thread holds two rows, in turns of two
     vote = f"setp.neu.f32 p, {first}, 0f3F800000; setp.neu.f32 q, {second}, 0f3F800000;"
     vote += " or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE;"
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * pack + i};" for i in range(pack))
-    return "{ .reg .pred p, q; " + vote + " " + products + " DONE: }"
+    compute_qk = " ".join(f"mul.f32 ${i}, ${i}, ${2 * pack + i};" for i in range(pack))
+    return "{ .reg .pred p, q; " + vote + " " + compute_qk + " DONE: }"
 
 
 @gluon.constexpr_function
@@ -117,7 +122,7 @@ def _rescale_constraints(pack):
 
 
 @gluon.jit
-def rescaled(acc, alpha, cfg):
+def rescale(acc, alpha, cfg):
     """acc * alpha; unless "always", skipped by warps in which no maximum moved."""
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, cfg.O))[:, None]
     if cfg.RESCALE == "always":
@@ -138,19 +143,19 @@ def lane_sums(p):
 
 
 @gluon.jit
-def beside_lane_sums(x, l):
+def broadcast_to_lane_sums(x, l):
     """x, one for each row, as a factor of their lane sums."""
     layout: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     return gl.convert_layout(x, layout, assert_trivial=True)[:, None]
 
 
 @gluon.jit
-def whole_sums(l, layout: gl.constexpr):
+def reduce_lane_sums(l, layout: gl.constexpr):
     return gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, layout), assert_trivial=True)
 
 
 @gluon.constexpr_function
-def _hold_asm(count, each):
+def _delay_wait_asm(count, each):
     """A thread has two rows, in turns of two numbers: the first `count` of one, then of the other.
     A load that no thread does: powers of two have no sign, which ptxas cannot know.
     """
@@ -163,17 +168,17 @@ def _hold_asm(count, each):
 
 
 @gluon.constexpr_function
-def _hold_constraints(each):
+def _delay_wait_constraints(each):
     return ",".join(["=f"] * each + ["f"] * each)
 
 
 @gluon.jit
-def hold(p, COUNT: gl.constexpr):
+def delay_wait(p, COUNT: gl.constexpr):
     """p; a wait that comes later in the program comes after so many of each thread's exponentials.
     ptxas would move it up to the product that it waits for, before all of them.
     """
     EACH: gl.constexpr = p.shape[1] // 2
     return gl.inline_asm_elementwise(
-        _hold_asm(COUNT, EACH), _hold_constraints(EACH), [p], dtype=gl.float32, is_pure=False,
-        pack=EACH,
+        _delay_wait_asm(COUNT, EACH), _delay_wait_constraints(EACH), [p], dtype=gl.float32,
+        is_pure=False, pack=EACH,
     )  # fmt: skip

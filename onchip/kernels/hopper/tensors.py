@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from onchip.kernels.configs import HopperBackwardConfig, HopperConfig, HopperGradientConfig
+from onchip.kernels.configs import HopperBackwardConfig, HopperConfig, HopperSplitConfig
 from onchip.kernels.protocol import Result
 from onchip.masks.blockmask import BlockLists
 from onchip.problem import Problem, Tensors
@@ -30,35 +30,35 @@ L2_FORWARD, L2_BACKWARD = 16 << 20, 32 << 20
 
 
 def mask_arguments(
-    lists: BlockLists | None, tiles: Tensor | None, anything: Tensor
+    lists: BlockLists | None, tiles: Tensor | None, unused_ptr: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
     """(pointers, strides) of a block mask as kernels take them: its lists and bit tiles, how far
     the lists of the next batch entry and of the next head are, 0 if they are shared. Without a mask
     `anything` stands for what is not read.
     """
     if lists is None or tiles is None:
-        return (anything,) * 6, (0, 0)
-    return (*lists, tiles), plane_strides(lists.full_offsets)
+        return (unused_ptr,) * 6, (0, 0)
+    return (*lists, tiles), batch_head_strides(lists.full_offsets)
 
 
-def plane_strides(t: Tensor) -> tuple[int, int]:
+def batch_head_strides(t: Tensor) -> tuple[int, int]:
     """From a batch entry and from a head to the next, 0 where they are shared."""
     (b, h), (stride_b, stride_h) = t.shape[:2], t.stride()[:2]
     return stride_b if b > 1 else 0, stride_h if h > 1 else 0
 
 
-class Frame(NamedTuple):
+class BackwardArguments(NamedTuple):
     """Lengths, window and mask as the kernels of the backward take them: `arguments` stand from
     cu_seqlens to mask_h in their signatures, `constants` go by name.
     """
 
-    arguments: tuple
+    positional: tuple
     constants: dict[str, bool]
 
     @staticmethod
     def of(
         problem: Problem, x: Tensors, lists: BlockLists | None, counter: Tensor, keys: bool = False
-    ) -> "Frame":
+    ) -> "BackwardArguments":
         """lists: rows or columns of the mask. keys: queries and keys exchanged, as keys see it. The
         counter also stands for what the compiled variant does not read.
         """
@@ -71,11 +71,13 @@ class Frame(NamedTuple):
         offsets = counter if cu is None else cu, counter if cu_other is None else cu_other
         tiles = None if x.mask is None else x.mask.tiles
         pointers, strides = mask_arguments(lists, tiles, counter)
-        lengths = length, length_other, total, total_other, problem.num_heads, problem.group_size
-        arguments = (*offsets, counter, *pointers, *lengths, left or 0, right or 0, *strides)
+        seqlens = length, length_other, total, total_other, problem.num_heads, problem.group_size
+        positional = (*offsets, counter, *pointers, *seqlens, left or 0, right or 0, *strides)
         has_window = left is not None, right is not None
         capped = problem.softcap != 0
-        return Frame(arguments, _variant(problem.packed, *has_window, problem.has_mask, capped))
+        return BackwardArguments(
+            positional, _variant(problem.packed, *has_window, problem.has_mask, capped)
+        )
 
 
 @cache
@@ -101,12 +103,12 @@ def tile_constants(config: HopperConfig) -> dict:
         "CONSUMERS": config.consumers,
         "STAGES": config.num_stages,
         "Q_STAGES": config.q_stages,
-        "NUMBERED": config.numbered,
-        **team(config),
+        "NAMED_BARRIERS": config.named_barriers,
+        **warp_constants(config),
     }
 
 
-def team(config: HopperConfig | HopperBackwardConfig | HopperGradientConfig) -> dict:
+def warp_constants(config: HopperConfig | HopperBackwardConfig | HopperSplitConfig) -> dict:
     """How a producer and its consumers share the registers of a processor. Fusing a multiply and an
     add rounds once less.
     """
@@ -120,7 +122,7 @@ def team(config: HopperConfig | HopperBackwardConfig | HopperGradientConfig) -> 
     }
 
 
-def scales(problem: Problem) -> tuple[float, float]:
+def softmax_scales(problem: Problem) -> tuple[float, float]:
     """(what turns the kernel's scores into base-2 logits, what goes into its tanh); see
     softmax.Scale.
     """
@@ -158,12 +160,12 @@ def descriptor(t: Tensor, rows: int, width: int) -> Descriptor:
     return _tiles(t, shape, strides, (rows, width))
 
 
-def gradient_tiles(t: Tensor, width: int) -> Descriptor:
+def grad_descriptor(t: Tensor, width: int) -> Descriptor:
     """64 rows of a gradient, of which an fp32 one is stored in halves (pipeline.store_halves)."""
     return descriptor(t, 64, width // 2 if t.dtype == torch.float32 else width)
 
 
-def grouped(t: Tensor, rows: int, group: int, width: int) -> Descriptor:
+def gqa_descriptor(t: Tensor, rows: int, group: int, width: int) -> Descriptor:
     """The same with `rows` that are queries x heads of a group (coordinates:
     seqlen.Shape.q_coord).
     """
@@ -178,7 +180,7 @@ def grouped(t: Tensor, rows: int, group: int, width: int) -> Descriptor:
     return _tiles(t, shape, strides, (rows // group, group, width))
 
 
-def paged(pages: Tensor, rows: int, width: int) -> Descriptor:
+def paged_descriptor(pages: Tensor, rows: int, width: int) -> Descriptor:
     """Pages as one ragged sequence of slots (coordinates: paging.Pages.at). They may lie apart by
     any number of slots: `span`.
     """
@@ -188,7 +190,7 @@ def paged(pages: Tensor, rows: int, width: int) -> Descriptor:
     return _tiles(pages, shape, strides, (rows, width))
 
 
-def span(pages: Tensor) -> int:
+def page_stride(pages: Tensor) -> int:
     """From one page to the next, in slots."""
     return pages.stride(0) // pages.stride(1)
 
@@ -198,13 +200,13 @@ def _tiles(t: Tensor, shape: list[int], strides: list[int], tile: tuple[int, ...
     return Descriptor(t, shape, strides, list(block), _layout(t.dtype, block))
 
 
-def matrix(t: Tensor, rows: int, width: int) -> Descriptor:
+def matrix_descriptor(t: Tensor, rows: int, width: int) -> Descriptor:
     """A contiguous tensor as rows of `width`, of which a tile has `rows`."""
     layout = _layout(t.dtype, (rows, width))
     return Descriptor(t, [t.numel() // width, width], [width, 1], [rows, width], layout)
 
 
-def numbers(t: Tensor, block: tuple[int, ...]) -> Descriptor:
+def vector_descriptor(t: Tensor, block: tuple[int, ...]) -> Descriptor:
     """A contiguous fp32 tensor."""
     layout = _layout(t.dtype, block)
     return Descriptor(t, list(t.shape), list(t.stride()), list(block), layout)
@@ -215,11 +217,11 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def section_of(planes: int, plane_bytes: int, l2_bytes: int) -> int:
+def l2_group_size(num_head_tiles: int, head_bytes: int, l2_bytes: int) -> int:
     """How many heads are worked on together, so that what they stream stays in the L2: a divisor of
     their number.
     """
-    return _divisor(planes, max(1, l2_bytes // max(1, plane_bytes)))
+    return _divisor(num_head_tiles, max(1, l2_bytes // max(1, head_bytes)))
 
 
 @lru_cache(maxsize=1024)
@@ -228,11 +230,11 @@ def _divisor(n: int, limit: int) -> int:
     return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
 
 
-def without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Result:
+def fill_without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Result:
     lse.copy_(torch.full_like(lse, -math.inf) if sinks is None else sinks[:, None].expand_as(lse))
     return Result(out.zero_(), lse)
 
 
-def with_rows(table: Tensor) -> Tensor:
+def with_contiguous_rows(table: Tensor) -> Tensor:
     """A page table whose rows lie in one piece."""
     return table if table.stride(1) == 1 else table.contiguous()

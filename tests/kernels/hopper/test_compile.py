@@ -37,7 +37,7 @@ if triton.knobs.runtime.interpret:
 TARGET = GPUTarget("cuda", 90, 32)
 HOPPER = DeviceInfo("cuda", "NVIDIA H200", (9, 0))
 SHARED_BYTES = 232448
-FIRST_NUMBER = 8  # of barriers: onchip/kernels/hopper/pipeline.py
+FIRST_NAMED_BARRIER = 8  # of barriers: onchip/kernels/hopper/pipeline.py
 MATRIX_PRODUCTS = ("HGMMA", "QGMMA", "IGMMA", "HMMA")  # of 16 bits, FP8 and integers
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -259,7 +259,9 @@ def _compile(kernel, args, kwargs, folder: Path) -> Machine:
     opened, closed = (compiled.asm["ptx"].count(f"mbarrier.{x}.") for x in ("init", "inval"))
     assert opened == closed, "memory of a barrier that is never closed is given to tiles"
     numbers = re.findall(r"\bbar(?:rier)?\.sync\s+(\d+)", compiled.asm["ptx"])
-    assert all(int(n) < FIRST_NUMBER for n in numbers), "the compiler uses our numbered barriers"
+    assert all(int(n) < FIRST_NAMED_BARRIER for n in numbers), (
+        "the compiler uses our named barriers"
+    )
     return Machine(int(registers), compiled.metadata.shared, allocated, sass, code, loops)
 
 
@@ -442,10 +444,10 @@ def _gradient(problem: Problem, constants: dict) -> Footprint:
     if "DQ" in constants:
         config = configs.hopper_backward_config(width)
         return footprint.hopper_backward(config, width, constants["DQ"], dynamic)
-    config, values = configs.hopper_gradient_config(width), constants["VALUES"]
+    config, values = configs.hopper_split_config(width), constants["VALUES"]
     if values:
         config = config._replace(b1_stages=2)
-    return footprint.hopper_gradient(config, width, constants["KEYS"], values, dynamic)
+    return footprint.hopper_backward_split(config, width, constants["KEYS"], values, dynamic)
 
 
 @pytest.mark.parametrize("variant", variants(FORWARD))

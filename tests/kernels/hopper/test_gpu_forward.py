@@ -190,7 +190,7 @@ def test_unrounded_results_of_packed_sequences():
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize(
     "change",
-    [{"rescale": "always"}, {"rescale": "moved"}, {"rescale": "stale"}, {"poly": 4}],
+    [{"rescale": "always"}, {"rescale": "moved"}, {"rescale": "stale"}, {"emulated_exp2": 4}],
     ids=str,
 )
 def test_the_ideas_of_version_4(dim, change, monkeypatch):
