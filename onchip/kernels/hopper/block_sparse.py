@@ -1,4 +1,4 @@
-"""The block lists of a mask, by block rows or by strips of the queries of three consumers."""
+"""The block lists of a mask: by block rows, or by strips of the 192 queries of three consumers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,7 +14,7 @@ BIT_TILE, ENTRY = gl.constexpr(strips.BIT_TILE), gl.constexpr(strips.ENTRY)
 
 @aggregate
 class BlockEntries:
-    """Where the lists of one block row (or block column) begin, and how long they are."""
+    """The lists of one block row (or block column): where they begin, and their lengths."""
 
     full: gl.tensor
     num_full: gl.tensor
@@ -24,13 +24,13 @@ class BlockEntries:
 
 @gluon.jit
 def num_listed_tiles(entries, TILE: gl.constexpr):
-    """How many tiles the listed blocks are."""
+    """The number of tiles in the listed blocks."""
     return (entries.num_full + entries.num_partial) * (BLOCK // TILE)
 
 
 @aggregate
 class BlockMaskLists:
-    """The lists of a block mask and its bit tiles, in use if ON."""
+    """The lists of a block mask and its bit tiles. ON: there is a mask."""
 
     full_offsets: gl.tensor
     full_indices: gl.tensor
@@ -45,7 +45,7 @@ class BlockMaskLists:
 
     @gluon.jit
     def entries(self, batch, head, block):
-        """The blocks listed beside one block of queries (or of keys, in the lists of columns)."""
+        """The lists of one block of queries (of keys, in the lists of columns)."""
         at = batch * self.stride_b + head * self.stride_h + block
         full = gl.load(self.full_offsets + at)
         partial = gl.load(self.partial_offsets + at)
@@ -56,7 +56,7 @@ class BlockMaskLists:
 
     @gluon.jit
     def tile(self, entries, j, TILE: gl.constexpr):
-        """(number of the tile visited j-th, its bit tile or -1): PARTIAL blocks come first."""
+        """(index of the j-th tile, its bit tile or -1). PARTIAL blocks come first."""
         PER: gl.constexpr = BLOCK // TILE
         e = j // PER
         partial = e < entries.num_partial
@@ -71,7 +71,7 @@ class BlockMaskLists:
 
 @aggregate
 class StripMaskLists:
-    """A block mask by strips of the queries of three consumers, and its bit tiles: see
+    """A block mask by strips of 192 queries, for three consumers, and its bit tiles: see
     onchip/masks/strips.py.
     """
 
@@ -86,7 +86,7 @@ class StripMaskLists:
 
     @gluon.jit
     def strip_view(self, batch, head, strip, side):
-        """What one of the two block rows of a strip sees of it."""
+        """The entries of a strip that one of its two block rows sees."""
         at = self.heads + batch * self.stride_b + head * self.stride_h + strip * 4
         both = gl.load(at + 1)
         own = gl.load(at + 2 + side)
@@ -100,16 +100,17 @@ class StripMaskLists:
 
 @gluon.jit
 def _strip_index(x, alone, others):
-    """Where the x-th block of a side lies: from the alone-th on, so many of the others are before
-    it. (The second side's own begin after the first one's: its `alone` is one less.)
+    """Index of the x-th block of a side within the strip. From block `alone` on, up to `others`
+    entries of the other side lie between. (Entries of the second side come after those of the
+    first: its `alone` is one less.)
     """
     return x + gl.maximum(gl.minimum(x - alone, others), 0)
 
 
 @aggregate
 class StripEntry:
-    """A block of a strip that one of its sides sees, and its part in that side's row. Where there
-    is a BAND beside the mask, `block` is its number.
+    """A block of a strip that one side sees, and the side's word for it. With a window (BAND),
+    `block` is its number.
     """
 
     block: gl.tensor
@@ -118,12 +119,12 @@ class StripEntry:
 
     @gluon.jit
     def far(self):
-        """1 if the entry that comes after it is the other side's alone, else 0."""
+        """1 if the next entry belongs to the other side alone, else 0."""
         return self.part & FAR
 
     @gluon.jit
     def is_masked(self):
-        """Whether some of its scores may be hidden."""
+        """Whether some scores of the block may be hidden."""
         if self.BAND:
             return True
         else:
@@ -131,8 +132,8 @@ class StripEntry:
 
     @gluon.jit
     def tile(self, seqlen_k):
-        """(its number, its bit tile or -1). Without a band it only matters whether keys end in it:
-        0 stands for all in which they do not.
+        """(its number, its bit tile or -1). Without a window the number matters only for the block
+        in which the keys end; all others are 0.
         """
         bits = self.part // BIT_TILE - 1
         if self.BAND:
@@ -143,9 +144,9 @@ class StripEntry:
 
 @aggregate
 class StripView:
-    """What one side of a strip sees of its entries: `count` blocks, those that both sides see and
-    then its own, by turns with as many of the others as there are. They are visited from the entry
-    `top` down to `bottom`.
+    """The entries of a strip that one side sees: `count` blocks, first those that both sides see,
+    then its own, alternating with those of the other side. They are visited from entry `top` down
+    to `bottom`.
     """
 
     entries: gl.tensor
@@ -163,17 +164,19 @@ class StripView:
 
     @gluon.jit
     def at(self, e):
-        """Where an entry lies."""
+        """Address of an entry."""
         return self.entries + e * ENTRY
 
     @gluon.jit
     def after(self, at, far):
-        """Where the next one that this side visits lies: `far` is that of the one at `at`."""
+        """Address of the next entry that this side visits; `far` is that of the entry at `at`."""
         return at - (1 + far) * ENTRY
 
     @gluon.jit
     def entry(self, at):
-        """What the entry that lies there is to this side; any numbers after the last it visits."""
+        """The entry at this address, for this side. After the last entry the values
+        are arbitrary.
+        """
         part = gl.load(at + 1 + self.side)
         if self.BAND:
             return StripEntry(gl.load(at), part, True)

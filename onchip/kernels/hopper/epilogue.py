@@ -1,4 +1,4 @@
-"""The end of a tile of queries of the forward: sinks, lse, and the output, stored or merged."""
+"""The epilogue of the forward: sinks, lse, and the output of a tile, stored or merged."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,11 +18,15 @@ from onchip.kernels.hopper.softmax import LN2, LOG2E, approximate
 
 @aggregate
 class ForwardOutput:
-    """Where results go: out by TMA through `slots` (STAGED), or straight from registers; lse
-    directly; and the sinks that join at the end. MERGE: what lies there, `room` tokens to a
-    batch entry and lse in fp64, is the state of the same queries over other keys, and merged in:
-    out comes and goes through `totals`, a slot for each consumer.
-    SECOND: the call before may still use the memory that they go to, and is waited for.
+    """Where results go. out: by TMA through `smem` (STAGED), or straight from registers. lse:
+    straight from registers. Sinks join at the end.
+
+    MERGE: out and lse already have the state of the same queries over other keys, rows_per_batch
+    rows for each batch entry and lse in fp64, and the result is merged into it. The previous out is
+    loaded into `previous_out`, a stage for each consumer, and the merged out leaves from there.
+
+    SECOND: the previous kernel may still use the memory of out and lse, so this one waits for it
+    before the first store.
     """
 
     ref: gl.tensor | tensor_descriptor
@@ -40,15 +44,15 @@ class ForwardOutput:
 
 @gluon.jit
 def finalize_rows(out, params, work_tile, m_log2, l):
-    """(maximum in powers of two, sum, what the accumulator must still be multiplied with) of rows
-    whose last key tile was folded: with sinks, they join here.
+    """(maximum in powers of two, row sum, factor of the accumulator) of rows after their last key
+    tile. Sinks are added here.
     """
     shrink = gl.full_like(l, 1.0)
     if out.HAS_SINKS:
         sink = gl.load(out.sinks + params.row_heads(work_tile, params.cfg.S)).to(gl.float32) * LOG2E
         top = gl.maximum(m_log2, sink)
-        # At most 1: the difference may be fused into the product that m_log2 is, and of a row
-        # without keys, where that product is near the end of fp32, its rounding is 2^100.
+        # At most 1: m_log2 is a product, into which the compiler may fuse this difference. In a
+        # row without keys the product is near the limit of fp32, and its rounding error is 2^100.
         shrink = gl.exp2(gl.minimum(m_log2 - top, 0.0))
         l = l * shrink + gl.exp2(sink - top)
         m_log2 = top
@@ -57,13 +61,15 @@ def finalize_rows(out, params, work_tile, m_log2, l):
 
 @gluon.jit
 def compute_lse(m_log2, l):
-    """-inf where l = 0, a row without keys; a score of +inf or NaN makes l NaN, and lse, too."""
+    """lse; -inf where l = 0, a row without keys. A score of +inf or NaN makes l
+    NaN, and lse too.
+    """
     return gl.where(l != 0.0, (m_log2 + approximate("lg2", l)) * LN2, float("-inf"))
 
 
 @gluon.jit
 def lse_pointers(out, params, work_tile):
-    """(pointers to the lse of 64 rows, which of them are queries)"""
+    """(pointers to the lse of 64 rows, which of them exist)"""
     seqlen = params.seqlen
     rows = work_tile.row + seqlen.query_rows(64, params.cfg.S)
     head = params.row_heads(work_tile, params.cfg.S)
@@ -76,14 +82,15 @@ def lse_pointers(out, params, work_tile):
 
 @gluon.jit
 def store_lse(out, params, work_tile, m_log2, l):
+    """Store the lse of 64 rows."""
     at, exists = lse_pointers(out, params, work_tile)
     gl.store(at, compute_lse(m_log2, l), mask=exists)
 
 
 @gluon.jit
 def prefetch_lse(out, params, work_tile):
-    """Bring what the lse of 64 rows will be merged into nearer: there are no registers to hold it,
-    and the producer has none to find it.
+    """MERGE: prefetch the previous lse of 64 rows into the L1. There are no registers to hold it,
+    and the producer has none to load it.
     """
     if out.MERGE:
         at, exists = lse_pointers(out, params, work_tile)
@@ -92,7 +99,7 @@ def prefetch_lse(out, params, work_tile):
 
 @gluon.jit
 def load_previous_lse(out, params, work_tile):
-    """What the lse of 64 rows will be merged into, asked for before it is needed."""
+    """MERGE: load the previous lse of 64 rows, before it is needed."""
     if out.MERGE:
         at, exists = lse_pointers(out, params, work_tile)
         return gl.load(at, mask=exists, other=0.0)
@@ -102,8 +109,8 @@ def load_previous_lse(out, params, work_tile):
 
 @gluon.jit
 def merge_lse(out, params, work_tile, before, m_log2, l):
-    """Merge into the lse that lies there: (the share of the rows, the share of what lies there).
-    Rows that saw no key have none.
+    """Merge into the previous lse: (weight of these rows, weight of the previous output). Rows that
+    saw no key have weight 0.
     """
     at, exists = lse_pointers(out, params, work_tile)
     lse = compute_lse(m_log2, l).to(gl.float64)
@@ -118,9 +125,7 @@ def merge_lse(out, params, work_tile, before, m_log2, l):
 
 @gluon.jit
 def finalize_lse(out, params, work_tile, before, m, l):
-    """Store lse: (what the accumulator must still be multiplied with, what the output that lies
-    there must be multiplied with)
-    """
+    """Store lse: (factor of the accumulator, factor of the previous output)."""
     m_log2, l, inverse = finalize_rows(out, params, work_tile, m * params.scale.scale_log2, l)
     if out.SECOND:
         gdc_wait()
@@ -134,9 +139,7 @@ def finalize_lse(out, params, work_tile, before, m, l):
 
 @gluon.jit
 def out_pointers(out, params, work_tile, FIRST: gl.constexpr = 0):
-    """(pointers to 64 rows of the unrounded output, from one column on, which of its elements
-    exist)
-    """
+    """(pointers to 64 rows of the fp32 output from column FIRST on, which elements exist)"""
     seqlen, cfg = params.seqlen, params.cfg
     rows = work_tile.row + seqlen.query_rows(64, cfg.O)
     cols = FIRST + gl.arange(0, cfg.WIDTH, gl.SliceLayout(0, cfg.O))
@@ -150,7 +153,7 @@ def out_pointers(out, params, work_tile, FIRST: gl.constexpr = 0):
 
 @gluon.jit
 def store_out(out, params, work_tile, acc, C: gl.constexpr):
-    """64 rows of the output."""
+    """Store 64 rows of the output."""
     if out.STAGED:
         store_tile(out.ref, params.tile_coord(work_tile), out.smem.index(C), acc.to(out.ref.dtype))
     else:
@@ -160,7 +163,7 @@ def store_out(out, params, work_tile, acc, C: gl.constexpr):
 
 @gluon.jit
 def merge_out(out, params, work_tile, acc_next, inverse, previous_weight, iteration):
-    """64 rows of the output, into those that have come."""
+    """Merge 64 rows into the previous output, which has been loaded to shared memory."""
     out.previous_out.wait_full(iteration)
     before = normalize(
         out.previous_out.stage(iteration).load(params.cfg.O), previous_weight, params.cfg
@@ -172,7 +175,9 @@ def merge_out(out, params, work_tile, acc_next, inverse, previous_weight, iterat
 
 @gluon.jit
 def release_previous_out(out, cfg, t, C: gl.constexpr):
-    """What the t-th tile was merged into has left, if there was such a tile."""
+    """Release the previous output of the t-th tile, if there was such a tile, once the merged
+    output has been stored.
+    """
     if out.MERGE:
         store_wait(0)
         if t >= 0:
@@ -181,7 +186,7 @@ def release_previous_out(out, cfg, t, C: gl.constexpr):
 
 @gluon.jit
 def finish(out, params, work_tile, before, acc_next, m, l, t, C: gl.constexpr):
-    """Store what 64 queries of the t-th tile have come to, once their last values are added."""
+    """Store the result of 64 queries of the t-th tile, once their last PV product is complete."""
     inverse, previous_weight = finalize_lse(out, params, work_tile, before, m, l)
     if out.MERGE:
         iteration = t * params.cfg.CONSUMERS + C
@@ -193,4 +198,5 @@ def finish(out, params, work_tile, before, acc_next, m, l, t, C: gl.constexpr):
 
 @gluon.jit
 def normalize(acc, inverse, cfg):
+    """acc * inverse, row by row."""
     return acc * gl.convert_layout(inverse, gl.SliceLayout(1, cfg.O))[:, None]

@@ -1,10 +1,29 @@
-"""FlashAttention v3's forward in Gluon: one warp moves tiles by TMA, warpgroups of 64 queries do
-the rest.
+"""FlashAttention-3's forward on Hopper, in Gluon: warp specialisation, TMA, asynchronous wgmma.
 
-Each consumer computes the scores of key tile j + 1 while it adds the values of tile j. Programs are
-persistent: the producer takes tickets (an atomic counter where tiles differ in length), tells the
-consumers whose queries they are, and runs ahead into the next tile of queries while the consumers
-store the last.
+  producer warp (producer.py)                 consumer warpgroups 0, 1 (, 2): 64 queries each
+  ---------------------------                 ------------------------------------------------
+  draw a work index --- work_queue ---------> pop_work
+  TMA Q[t, c] ------- q.full ---------------> wait_full    S = Q K[0]
+  TMA K[i] ---------- k.full ---------------> loop over key tiles:
+                                                start   S' = Q K[i]      (wgmma, asynchronous)
+  TMA V[i] ---------- v.full --------------->   start   O += P V[i-1]    (wgmma, asynchronous)
+                                                wait S', P = exp2(S' - m), row sums l
+            <-------- k.empty ----------------  wait O, release K[i] (and with it V[i-1])
+            <-------- q.empty ----------------  release Q, O += P V[last], O / l
+                                                epilogue.py: lse, O -> smem -> TMA store
+  pingpong: consumer c issues its wgmma, then signals consumer c + 1.
+
+Each consumer computes the scores of key tile i while it accumulates the values of tile i - 1.
+Programs are persistent: the producer loads the next tile of queries while the consumers store the
+last.
+
+Worked shape: batch 1, 1 head, 300 tokens, causal, head_dim 128, two consumers, tiles of 128 keys.
+There are three query tiles of 128 rows, computed last first. The tile 256..299 has 44 rows and sees
+the key tiles 2 (masked by the diagonal and the end), 1 and 0 (full). Consumer 1 of that tile has
+rows 320..383, none of which exist, but its stages are loaded and released all the same.
+
+examples/versions/v3.py teaches this kernel in 133 lines, v4.py the variants "stale" and
+EMULATED_EXP2.
 """
 
 from triton.experimental import gluon
@@ -55,7 +74,7 @@ from onchip.kernels.hopper.tile_scheduler import TileOrder
 
 @gluon.jit
 def mask_words(params, work_tile, n, bits):
-    """What key tile n has of its bit tile."""
+    """The mask words of key tile n, from its bit tile."""
     cfg = params.cfg
     return load_mask_words(
         params.blocks.tiles, bits, work_tile.row, n * cfg.TILE_N, cfg.TILE_N, cfg.S
@@ -64,9 +83,9 @@ def mask_words(params, work_tile, n, bits):
 
 @gluon.jit
 def prefetch_mask_words(params, work_tile, n, bits):
-    """The same, asked for before the scores of the tile are there. In strips they are not: most
-    tiles have no bits, and to find that out ahead costs each of them more than the wait costs those
-    that have.
+    """The mask words of key tile n, loaded before its scores are complete. Not in strips: most
+    tiles of a strip have no bit tile, and finding that out early costs each of them more than the
+    late load costs the others.
     """
     if params.blocks.ON and not params.STRIPS:
         return mask_words(params, work_tile, n, bits)
@@ -76,8 +95,8 @@ def prefetch_mask_words(params, work_tile, n, bits):
 
 @gluon.jit
 def mask_scores(params, work_tile, s, n, bits, words, is_masked):
-    """s of key tile n with -inf where hidden: by the band and the end, or by a bit tile. hides:
-    whether some may be; of blocks, it is found here.
+    """s of key tile n with -inf at hidden scores: by the window and the end, or by a bit tile.
+    is_masked: whether some may be hidden. With block lists this is decided here.
     """
     seqlen, cfg = params.seqlen, params.cfg
     seqlen_q, seqlen_k, col = work_tile.seqlen_q, work_tile.seqlen_k, n * cfg.TILE_N
@@ -97,7 +116,7 @@ def mask_scores(params, work_tile, s, n, bits, words, is_masked):
 
 @gluon.jit
 def start_qk(pipes, cfg, q, i):
-    """Start q k of filling i."""
+    """Start S = Q K of iteration i."""
     zero = gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S)
     k = pipes.k.stage(i).permute((1, 0))
     return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
@@ -105,7 +124,7 @@ def start_qk(pipes, cfg, q, i):
 
 @gluon.jit
 def start_first_qk(pipes, cfg, q, i, C: gl.constexpr):
-    """Start q k of filling i, the first key tile of a tile of queries."""
+    """Start S = Q K of iteration i, the first key tile of a tile of queries."""
     pipes.k.wait_full(i)
     if cfg.PINGPONG:
         pipes.pingpong.wait_turn(C, i)
@@ -117,7 +136,7 @@ def start_first_qk(pipes, cfg, q, i, C: gl.constexpr):
 
 @gluon.jit
 def finish_first_tile(params, work_tile, s, n, bits, is_masked, dtype: gl.constexpr):
-    """(p, m, l) of the first key tile of a tile of queries, from its products."""
+    """(p, m, l) of the first key tile of a tile of queries, from its scores."""
     seqlen, cfg = params.seqlen, params.cfg
     s = params.scale.apply_softcap(s)
     CUT: gl.constexpr = params.blocks.ON or seqlen.HAS_LEFT or seqlen.HAS_RIGHT
@@ -139,8 +158,8 @@ def finish_first_tile(params, work_tile, s, n, bits, is_masked, dtype: gl.conste
 
 @gluon.jit
 def start_tile(pipes, cfg, q, p, acc, alpha, i, last, C: gl.constexpr):
-    """(scores of filling i, sum with the values of filling `last`), both only started. If UNDER,
-    acc is still to be multiplied with alpha, which is done under the product of the scores.
+    """Start (S = Q K of iteration i, O += P V of iteration `last`). With RESCALE_UNDER_QK, acc is
+    multiplied by alpha here, while the tensor cores compute S.
     """
     pipes.k.wait_full(i)
     if cfg.PINGPONG:
@@ -155,8 +174,8 @@ def start_tile(pipes, cfg, q, p, acc, alpha, i, last, C: gl.constexpr):
 @gluon.jit
 def finish_tile(pipes, params, work_tile, s_next, acc_next, alpha, m, l, i, n, bits, is_masked,
                 dtype: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """(weights, sum, alpha, maximum, sum of weights) after key tile n, whose scores were started as
-    filling i. alpha passes through unless UNDER.
+    """(p, acc, alpha, m, l) after key tile n, whose scores were started as iteration i. alpha
+    passes through unless RESCALE_UNDER_QK.
     """
     cfg = params.cfg
     words = prefetch_mask_words(params, work_tile, n, bits)
@@ -181,8 +200,8 @@ def finish_tile(pipes, params, work_tile, s_next, acc_next, alpha, m, l, i, n, b
 @gluon.jit
 def fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n, bits, MASKED: gl.constexpr,
               C: gl.constexpr):  # fmt: skip
-    """Fold filling i, key tile n: its scores are computed while the values of the filling before it
-    are added.
+    """Fold key tile n as iteration i: its scores are computed while the values of iteration i - 1
+    are accumulated.
     """
     s_next, acc_next = start_tile(pipes, params.cfg, q, p, acc, alpha, i, i - 1, C)
     return finish_tile(pipes, params, work_tile, s_next, acc_next, alpha, m, l, i, n, bits, MASKED,
@@ -191,9 +210,10 @@ def fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n, bits, MASK
 
 @gluon.jit
 def fold_band(pipes, params, work_tile, own_blocks, q, p, acc, m, l, i, C: gl.constexpr):
-    """Fold the key tiles of own_blocks after the first: cut by the diagonal, whole, cut by the left
-    side of the window. Cut tiles are unrolled, not looped: p carried from loop to loop in 16 bits
-    would be repacked in every iteration (64 more instructions of 520).
+    """Fold the key tiles of own_blocks after the first: those cut by the diagonal, full ones, those
+    cut by the left edge of the window. Cut tiles are unrolled, not looped. Otherwise p, carried
+    from loop to loop in 16 bits, would be repacked in every iteration (64 more instructions of
+    520).
     """
     seqlen, cfg = params.seqlen, params.cfg
     ROWS: gl.constexpr = 64 // seqlen.GROUP * cfg.CONSUMERS
@@ -221,9 +241,9 @@ def fold_band(pipes, params, work_tile, own_blocks, q, p, acc, m, l, i, C: gl.co
 
 @gluon.jit
 def fold_blocks(pipes, params, work_tile, entries, count, q, p, acc, m, l, i, C: gl.constexpr):
-    """The same for the tiles that a mask lists, of which one look-up runs ahead. That fillings are
-    counted from 0 makes finding a slot one instruction instead of four or five; fold_band gains
-    nothing by it (and loses 3 % at head_dim 256).
+    """Fold the tiles that a mask lists; the list is read one tile ahead. gl.assume(i > 0) makes the
+    stage of an iteration one instruction instead of four or five. fold_band gains nothing by it
+    (and loses 3 % at head_dim 256).
     """
     alpha = gl.full_like(m, 1.0)
     n, bits = params.blocks.tile(entries, 1, params.cfg.TILE_N)
@@ -240,27 +260,28 @@ def fold_blocks(pipes, params, work_tile, entries, count, q, p, acc, m, l, i, C:
 
 @gluon.jit
 def fold_strip(pipes, params, work_tile, strip_view, q, p, acc, m, l, last, C: gl.constexpr):
-    """The same for a share of a strip, the first tile of which has filling `last`. Between two of
-    its own there may be one that is not. It is let pass when the values before it are added; not at
-    the end of that turn, where the compiler would pack all weights behind the branch.
+    """Fold the entries that a consumer sees of a strip, the first of which is iteration `last`.
+    Between two of its own there may be one entry of the other side. It is skipped when the values
+    before it are accumulated; not at the end of that loop iteration, where the compiler would pack
+    all of p behind the branch.
     """
     alpha = gl.full_like(m, 1.0)
     at = strip_view.at(strip_view.top)
     far = strip_view.entry(at).far()
     at = strip_view.after(at, far)
     entry = strip_view.entry(at)
-    pending = far * 0  # 1 if the filling before `last` is another's, and not released yet
+    pending = far * 0  # 1 if iteration last - 1 is the other side's, and not released yet
     for _ in range(1, strip_view.count):
         if pending != 0:
             skip_linked_tile(pipes, last - 1)
         i = last + 1 + far
-        gl.assume(last >= 0)  # as in fold_blocks
+        gl.assume(last >= 0)  # see fold_blocks
         gl.assume(i >= 0)
         s_next, acc_next = start_tile(pipes, params.cfg, q, p, acc, alpha, i, last, C)
         pending = far
         far = entry.far()
         at = strip_view.after(at, far)
-        after = strip_view.entry(at)  # under the products: what follows does not wait for it
+        after = strip_view.entry(at)  # loads while the tensor cores work
         n, bits = entry.tile(work_tile.seqlen_k)
         p, acc, alpha, m, l = finish_tile(pipes, params, work_tile, s_next, acc_next, alpha, m, l,
                                           i, n, bits, entry.is_masked(), q.dtype, C)  # fmt: skip
@@ -273,8 +294,9 @@ def fold_strip(pipes, params, work_tile, strip_view, q, p, acc, m, l, last, C: g
 
 @gluon.jit
 def skip_linked_tile(pipes, i):
-    """Let key tile i pass though the one after it is released: its values must have come before it
-    is, or the next filling of their slot could come unseen.
+    """Skip K/V tile i, which only other warpgroups use, after K[i + 1] was released. Wait for V[i]
+    before releasing K[i]: otherwise V's stage could be refilled, and its barrier complete a second
+    phase before this warpgroup has seen the first.
     """
     gl.assume(i >= 0)
     pipes.k.wait_full(i)
@@ -284,8 +306,8 @@ def skip_linked_tile(pipes, i):
 
 @gluon.jit
 def skip_tiles(pipes, cfg, i, count, C: gl.constexpr, turns=0):
-    """Let `count` key tiles pass that other consumers see and this one does not. turns: how often
-    it has had the baton beside once for each key tile.
+    """Skip `count` key tiles that only other consumers see. turns: how many more turns than key
+    tiles this consumer has had in the ping-pong order.
     """
     for _ in range(count):
         pipes.k.wait_full(i)
@@ -293,15 +315,15 @@ def skip_tiles(pipes, cfg, i, count, C: gl.constexpr, turns=0):
             pipes.pingpong.wait_turn(C, i + turns)
             pipes.pingpong.signal_next(C)
         pipes.k.release(i)
-        pipes.v.wait_full(i)  # unseen, it could pass for the next filling of its slot
+        pipes.v.wait_full(i)  # otherwise its next phase could be taken for this one
         i += 1
     return i
 
 
 @aggregate
 class ConsumerWork:
-    """A consumer's part of a ticket: its queries, the key tiles that its program loads for them and
-    those of them that it sees, or what a mask lists. `exists`: there was such a ticket.
+    """A consumer's part of a work item: its queries, the key tiles that the program loads, those
+    that this consumer sees, and the lists of a mask. exists: there was a work item.
     """
 
     exists: gl.tensor
@@ -312,12 +334,13 @@ class ConsumerWork:
 
     @gluon.jit
     def sees(self):
+        """Whether this consumer sees any key."""
         return self.exists & (self.own_blocks.hi > self.own_blocks.lo)
 
 
 @gluon.jit
 def pop_work(pipes, params, t, C: gl.constexpr):
-    """What consumer C has to do for the t-th ticket."""
+    """The work of consumer C for the t-th item."""
     first = params.unpack_tile(pipes.work_queue.pop(t))
     work_tile = params.consumer_tile(first, C)
     zero = t * 0
@@ -340,7 +363,7 @@ def pop_work(pipes, params, t, C: gl.constexpr):
 
 @gluon.jit
 def compute_first_qk(pipes, cfg, work, iteration, i, C: gl.constexpr):
-    """(products of the first key tile that a consumer sees, its filling)"""
+    """(scores of the first key tile that a consumer sees, its iteration)"""
     i = skip_tiles(pipes, cfg, i, work.blocks.hi - work.own_blocks.hi, C)
     pipes.q.wait_full(iteration)
     s_next = start_first_qk(pipes, cfg, pipes.q.stage(iteration), i, C)
@@ -351,7 +374,7 @@ def compute_first_qk(pipes, cfg, work, iteration, i, C: gl.constexpr):
 
 @gluon.jit
 def fold(pipes, params, work, q, s, i, C: gl.constexpr):
-    """All key tiles of `work`, the first of which has the products s and filling i."""
+    """Fold all key tiles of `work`. s: the scores of the first one, iteration i."""
     work_tile, own_blocks = work.work_tile, work.own_blocks
     acc = gl.zeros([64, params.cfg.WIDTH], gl.float32, params.cfg.O)
     if params.STRIPS:
@@ -372,9 +395,9 @@ def fold(pipes, params, work, q, s, i, C: gl.constexpr):
 
 @gluon.jit
 def attend_tile(out, pipes, params, work, t, i, C: gl.constexpr):
-    """One consumer's 64 queries, which see keys: (the next work, i)."""
+    """Compute 64 queries that see keys: (the next work, i)."""
     cfg = params.cfg
-    EARLY: gl.constexpr = not (out.STAGED and cfg.OUT_IN_Q)  # nobody writes where the queries lie
+    EARLY: gl.constexpr = not (out.STAGED and cfg.OUT_IN_Q)  # the output does not overwrite Q
     iteration = t * cfg.CONSUMERS + C
     s, i = compute_first_qk(pipes, cfg, work, iteration, i, C)
     release_previous_out(out, cfg, t - 1, C)
@@ -399,7 +422,9 @@ def attend_tile(out, pipes, params, work, t, i, C: gl.constexpr):
 
 @gluon.jit
 def skip_queries_without_keys(out, pipes, params, work, t, i, C: gl.constexpr):
-    """Queries that see no key, though other consumers' may."""
+    """Store zeros and lse = -inf for queries that see no key, though those of other
+    consumers may.
+    """
     cfg = params.cfg
     rows: gl.constexpr = gl.SliceLayout(1, cfg.S)
     iteration = t * cfg.CONSUMERS + C
@@ -420,6 +445,7 @@ def skip_queries_without_keys(out, pipes, params, work, t, i, C: gl.constexpr):
 
 @gluon.jit
 def consume(out, pipes, params, C: gl.constexpr):
+    """A consumer's loop over work items."""
     i = 0  # key tiles seen
     t = 0  # tiles of queries seen
     work = pop_work(pipes, params, 0, C)
@@ -433,8 +459,8 @@ def consume(out, pipes, params, C: gl.constexpr):
     store_wait(0)
 
 
-# Lengths must not be specialised, or 200 lengths would be 200 compilations; and a specialised 1
-# would not be a tensor.
+# Lengths are not specialised: otherwise 200 lengths would be 200 compilations, and a length of 1
+# would be a constexpr, not a tensor.
 _RUNTIME = [
     "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads", "group_size", "left", "right",
     "mask_b", "mask_h", "dim", "rows_per_batch", "tiles_m", "l2_group", "num_tiles",
@@ -460,6 +486,9 @@ def forward_kernel(
     NAMED_BARRIERS: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
     PAGE_SIZE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
+    """The entry of the kernel: build parameters and pipelines, then split into producer and
+    consumers.
+    """
     cfg = ForwardConfig(
         TILE_N,
         WIDTH,
@@ -505,7 +534,7 @@ def forward_kernel(
     out = ForwardOutput(out_ref, out_smem, previous_out, lse_ptr, sinks_ptr, dim, rows_per_batch,
                         HAS_SINKS, STAGED, MERGE, SECOND)  # fmt: skip
     loader = (q_desc, k_desc, v_desc, out, counter, pipes, params)
-    if SECOND:  # each of its programs has a tile, and waits before it is stored
+    if SECOND:  # each program has one tile, and waits before it stores it
         gdc_launch_dependents()
     else:
         sync_with_previous_kernel()

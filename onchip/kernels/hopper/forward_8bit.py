@@ -1,19 +1,32 @@
-"""The forward with operands of 8 bits, laid out by onchip/kernels/triton/quantise.py.
+"""The Hopper forward with 8-bit operands, prepared by onchip/kernels/triton/quantise.py.
 
-Programs, tickets and rings are those of forward.py. What differs:
-- A tile of 128 keys is a block that shares a scale. The scales of q and k are one factor of a
-  tile's scores, so that maxima are kept in powers of two, not in units of scores.
-- p goes from the accumulator of scores to the operand of the next product inside a thread, because
-  v's keys are permuted; and not through the loop, where bytes would lie in registers of their own
-  (200 of 645 instructions). So the products of a tile stay in one iteration, and consumers overlap
-  one another: who has the baton (PINGPONG) adds the values of a tile and starts the scores of the
-  next, while the others exponentiate.
-- FP8 products are added with about 14 bits (onchip/quant/accumulator.py). The values of a tile come
-  to a sum of their own, which one multiply-add takes into the accumulator in place of the rescaling
-  multiply: promoted every 128 keys at the price of none. The accumulator is in units of v's scale.
-- p is 2^8 times as large as it is, or small weights would vanish in e4m3; so are l and acc.
-- q and k may be integers with a scale for each token (INTS): a number for each row and each column
-  of scores. v, and with it p, may be of 16 bits, as it came (WIDE).
+  producer warp                            consumer warpgroups, in ping-pong order
+  TMA Q (e4m3 or int8) --- q.full -------> wait_turn
+  TMA K[i] --------------- k.full -------> S = Q K[i], signal_next, release K[i]
+  scales: global memory -----------------> P = exp2(S * scale_q * scale_k - m) * 2^8
+  TMA V[i] --------------- v.full -------> wait_turn, part = P V[i]
+                                           O = O * alpha + part      (fp32, one multiply-add)
+
+Programs, work queue and pipelines are those of forward.py. The differences:
+- A tile of 128 keys is a block that shares one scale. The scales of q and k are one factor of a
+  tile's scores, so maxima are kept in powers of two, not in units of scores.
+- p goes from the accumulator of QK to the operand of PV within a thread, because v's keys are
+  permuted. It is not carried through the loop: bytes would occupy registers of their own (200 of
+  645 instructions). So both products of a tile stay in one iteration, and the consumers overlap one
+  another: the one whose turn it is (PINGPONG) computes PV of a tile and starts QK of the next,
+  while the others exponentiate.
+- FP8 products accumulate with about 14 bits (onchip/quant/accumulator.py). PV of a tile is a sum of
+  its own, and one multiply-add takes it into the accumulator in place of the rescaling multiply: a
+  promotion every 128 keys at no cost. The accumulator is in units of v's scale.
+- p is stored times 2^8. Otherwise small weights would vanish in e4m3. l and acc have the same
+  factor.
+- q and k may be integers with a scale for each token (INT8_QK): a factor for each row and each
+  column of the scores. v, and with it p, may stay in 16 bits (PV16).
+
+Worked shape: batch 1, 1 head, 300 tokens, head_dim 128: q, k and v are 3 blocks of 128 tokens, so
+there are 3 scales each. The last block has 44 tokens; the other 84 are zeros.
+
+examples/versions/v3.py teaches the pipeline, docs/numerics.md the recipes.
 """
 
 from triton.experimental import gluon
@@ -54,14 +67,16 @@ from onchip.kernels.hopper.softmax import (
 )
 from onchip.kernels.hopper.tile_scheduler import TileOrder
 
-BLOCK = gl.constexpr(128)  # tokens that share a scale, and a tile of keys
-P_SHIFT = gl.constexpr(8.0)  # of p, in powers of two
-MIN_FACTOR = gl.constexpr(2.0**-100)  # factor of scores: 0, that of zeros, would make NaN of -inf
+BLOCK = gl.constexpr(128)  # tokens that share a scale; also a tile of keys
+P_SHIFT = gl.constexpr(8.0)  # p is stored times 2^8
+MIN_FACTOR = gl.constexpr(
+    2.0**-100
+)  # least factor of scores: 0, the scale of zeros, times -inf would be NaN
 
 
 @aggregate
 class TileScales:
-    """Those of a tile of keys and its values."""
+    """The scales of one key tile and its values."""
 
     k: gl.tensor
     v: gl.tensor
@@ -69,9 +84,9 @@ class TileScales:
 
 @aggregate
 class QuantBlocks:
-    """Where the blocks of a call lie, and their scales: blocks_q (blocks_k) of them to a head, of
-    one sequence of a dense call, of all `batch` of a packed one. kv_scales: of blocks of k and v in
-    turns, of k only where q and k are no integers, which have k_tokens.
+    """The scales of a call, and the position of its blocks. A head has blocks_q (blocks_k) blocks:
+    of one sequence in a dense call, of all sequences in a packed one. kv_scales: scales of blocks
+    of k and v, interleaved. With INT8_QK k has k_tokens instead.
     """
 
     q_scales: gl.tensor
@@ -92,7 +107,7 @@ class QuantBlocks:
 
     @gluon.jit
     def k_block(self, seqlen, work_tile, k0):
-        """The same of its keys, which begin at k0."""
+        """The first block of the keys of a sequence and head; the keys begin at k0."""
         head = work_tile.head // seqlen.group_size
         if seqlen.PACKED:
             return head * self.blocks_k + k0 // BLOCK + work_tile.batch
@@ -102,8 +117,8 @@ class QuantBlocks:
 
     @gluon.jit
     def scales(self, first, n):
-        """Of key tile n; asked for before its products, they are there after them. 1 where there
-        is none.
+        """The scales of key tile n, 1 where there is none. Loaded before the products, they have
+        arrived after them.
         """
         at = self.kv_scales + 2 * (first + n)
         k = 1.0
@@ -116,7 +131,9 @@ class QuantBlocks:
 
     @gluon.jit
     def query_scales(self, seqlen, work_tile, layout: gl.constexpr):
-        """Of 64 queries, one for all or one for each; past the end there need not be any."""
+        """The scales of 64 queries, one for all or one for each. Rows past the end take the last
+        one.
+        """
         last = gl.maximum(work_tile.seqlen_q - 1, 0)
         first = self.q_block(seqlen, work_tile)
         if self.INT8_QK:
@@ -127,7 +144,7 @@ class QuantBlocks:
 
     @gluon.jit
     def token_scales(self, first, n, layout: gl.constexpr):
-        """Of the keys of tile n, as a row, where each has one."""
+        """INT8_QK: the scales of the keys of tile n, as a row."""
         if self.INT8_QK:
             cols = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
             return gl.load(self.k_tokens + (first + n) * BLOCK + cols)[None, :]
@@ -137,6 +154,7 @@ class QuantBlocks:
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, counter, pipes, params, quant):
+    """The producer's loop: K of a tile, Q once, V of the tile. See producer.produce."""
     seqlen, cfg = params.seqlen, params.cfg
     WIDTH_V: gl.constexpr = v_desc.block_shape[0]
     i = 0  # key tiles loaded
@@ -153,11 +171,9 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, params, quant):
             pipes.k.load(i, k_desc, [(first + n) * BLOCK, 0])
             if n == blocks.hi - 1:
                 load_queries(pipes, q_desc, params, quant, work_tile, t)
-            if n == gl.minimum(
-                blocks.lo + 1, blocks.hi - 1
-            ):  # a ticket takes longer than a key tile
+            if n == gl.minimum(blocks.lo + 1, blocks.hi - 1):  # a draw takes longer than a key tile
                 after, state = push_next_work(counter, pipes, params, state)
-            pipes.k.wait_empty(i + 1)  # the next keys' slot, and that of these values: see Pipes
+            pipes.k.wait_empty(i + 1)  # then V[i]'s stage is free too: see ForwardPipelines
             if quant.PV16:
                 kv_head = work_tile.head // seqlen.group_size
                 row = n * cfg.TILE_N
@@ -175,6 +191,7 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, params, quant):
 
 @gluon.jit
 def load_queries(pipes, q_desc, params, quant, work_tile, t):
+    """Load the queries of the t-th tile, a stage for each consumer."""
     CONSUMERS: gl.constexpr = params.cfg.CONSUMERS
     row = quant.q_block(params.seqlen, work_tile) * BLOCK + work_tile.row
     for c in gl.static_range(CONSUMERS):
@@ -184,8 +201,8 @@ def load_queries(pipes, q_desc, params, quant, work_tile, t):
 
 @gluon.jit
 def p_operand(p, cfg, dtype: gl.constexpr):
-    """p on the left of its product, in the type of v; e4m3 with its columns in the order of v's
-    keys: four neighbours are what a thread has.
+    """p as the left operand of PV, in the type of v. e4m3 has its columns in the order of v's keys:
+    four neighbours belong to one thread.
     """
     if dtype == gl.float8e4nv:
         return _p_operand_fp8(p, cfg)
@@ -206,8 +223,8 @@ def _p_operand_fp8(p, cfg):
 
 @gluon.jit
 def softmax_tile(s, m, factor, ROWS: gl.constexpr):
-    """(p * 2^LIFT, row maximum, factor for what was folded before) of products whose scores, in
-    powers of two, are `factor` times as large: a number, or one for each of the ROWS.
+    """(p * 2^P_SHIFT, row maximum, rescale factor). Scores in powers of two are `factor` times s:
+    one factor, or one for each row if ROWS.
     """
     m_new = gl.maximum(m, gl.max(s, 1) * factor)
     if ROWS:
@@ -218,14 +235,14 @@ def softmax_tile(s, m, factor, ROWS: gl.constexpr):
 
 @gluon.jit
 def thread_sums(p):
-    """lane_sums with both columns of a thread in one, (64, 4): registers are short here."""
+    """lane_sums with both columns of a thread added, (64, 4), because registers are scarce here."""
     return gl.sum(lane_sums(p).reshape([64, 4, 2]), 2)
 
 
 @gluon.jit
 def add_values(pipes, cfg, p, acc, alpha, i, PV16: gl.constexpr):
-    """acc * alpha + p v of filling i, a part of v's columns after the other: each is a sum of its
-    own until it is added.
+    """acc * alpha + p v of iteration i, part by part of v's columns. Each part is a sum of its own
+    until it is added.
     """
     PARTS: gl.constexpr = len(acc)
     zero = gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O)
@@ -240,7 +257,7 @@ def add_values(pipes, cfg, p, acc, alpha, i, PV16: gl.constexpr):
         more = warpgroup_mma(p, part, zero, use_acc=False, is_async=True)
         more = warpgroup_mma_wait(num_outstanding=0, deps=(more,))
         more = acc[x] * alpha + more
-        if x + 1 < PARTS:  # or two sums would be in registers at once
+        if x + 1 < PARTS:  # otherwise two sums would be in registers at once
             more = warpgroup_mma_wait(num_outstanding=0, deps=(more,))
         added = added + (more,)
     return added
@@ -248,9 +265,9 @@ def add_values(pipes, cfg, p, acc, alpha, i, PV16: gl.constexpr):
 
 @aggregate
 class QuantTask:
-    """64 queries of one head, which filling of their ring they are, what their scores are
-    multiplied with (a number, or one for each), and the first block of the keys that they meet.
-    Consumer C has had the baton `turns` times beside once for each key tile.
+    """64 queries of one head: the iteration of their q pipeline, the factor of their scores (one,
+    or one for each row), the first block of their keys. turns: how many more turns than key tiles
+    consumer C has had.
     """
 
     work_tile: WorkTile
@@ -273,7 +290,7 @@ def make_task(params, quant, work_tile, t, C: gl.constexpr):
 
 @gluon.jit
 def compute_qk(pipes, cfg, q, i, INT8_QK: gl.constexpr, C: gl.constexpr):
-    """q k of filling i, integers of integers. Consumer C passes the baton on."""
+    """Q K of iteration i, in int32 for integers. Consumer C signals the next one."""
     if INT8_QK:
         zero = gl.zeros([64, cfg.TILE_N], gl.int32, cfg.S)
         k = pipes.k.stage(i).permute((1, 0))
@@ -287,8 +304,8 @@ def compute_qk(pipes, cfg, q, i, INT8_QK: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def fold_tile(pipes, params, quant, task, q, acc, m, l, unit, i, n, MASKED: gl.constexpr):
-    """Fold filling i, key tile n. acc comes in units of the last tile's scale of v, and goes in
-    units of this one's. The baton is held before and after.
+    """Fold key tile n as iteration i. acc arrives in units of the last tile's scale of v, and
+    leaves in units of this tile's. The consumer has its turn before and after.
     """
     cfg, work_tile = params.cfg, task.work_tile
     scales = quant.scales(task.first, n)
@@ -316,9 +333,9 @@ def fold_tile(pipes, params, quant, task, q, acc, m, l, unit, i, n, MASKED: gl.c
 
 @gluon.jit
 def fold_tiles(pipes, params, quant, task, acc, m, l, unit, i, hi, lo, MASKED: gl.constexpr):
-    """Key tiles from hi down to lo. Each loop over them has an address of the queries that ptxas
-    cannot know to be the other loops': it took for one what another, which had no tiles, had not
-    computed (docs/notebook.md, products of nothing).
+    """Fold the key tiles from hi down to lo. Each loop has its own address of the queries, which
+    ptxas cannot prove equal to the other loops'. Otherwise ptxas used in one loop what another
+    loop, which had no iterations, had not computed (docs/notebook.md, products of nothing).
     """
     q = pipes.q.opaque_stage(task.iteration, i)
     for n in range(hi - 1, lo - 1, -1):
@@ -329,8 +346,8 @@ def fold_tiles(pipes, params, quant, task, acc, m, l, unit, i, hi, lo, MASKED: g
 
 @gluon.jit
 def fold(pipes, params, quant, task, own_blocks, i, PARTS: gl.constexpr):
-    """All key tiles that a consumer sees: cut by the diagonal or the end, whole, cut by the left
-    side of the window.
+    """Fold all key tiles that a consumer sees: cut by the diagonal or the end, full, cut by the
+    left edge of the window.
     """
     cfg = params.cfg
     acc = (gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O),) * PARTS
@@ -353,7 +370,9 @@ def fold(pipes, params, quant, task, own_blocks, i, PARTS: gl.constexpr):
 
 @gluon.jit
 def finish_tile_rows(out, params, work_tile, acc, m, l, unit, C: gl.constexpr):
-    """Store what 64 queries have come to. Where lse goes lies what their scores are short of."""
+    """Store the result of 64 queries. lse already has what quantisation subtracted from their
+    scores.
+    """
     at, exist = lse_pointers(out, params, work_tile)
     m_log2 = m - P_SHIFT + gl.load(at, mask=exist, other=0.0)
     m_log2, l, inverse = finalize_rows(out, params, work_tile, m_log2, l)
@@ -365,7 +384,7 @@ def finish_tile_rows(out, params, work_tile, acc, m, l, unit, C: gl.constexpr):
 
 @gluon.jit
 def store_part(out, params, work_tile, acc, PART: gl.constexpr, C: gl.constexpr):
-    """Columns of 64 rows of the output."""
+    """Store some columns of 64 rows of the output."""
     FIRST: gl.constexpr = PART * params.cfg.WIDTH
     if out.STAGED:
         at = params.tile_coord(work_tile)
@@ -378,8 +397,8 @@ def store_part(out, params, work_tile, acc, PART: gl.constexpr, C: gl.constexpr)
 
 @gluon.jit
 def clamp_range(own_blocks, blocks):
-    """Key tiles of a consumer as some of its program's: queries past the end, which see none, may
-    count them anywhere.
+    """The key tiles of a consumer, clamped to those of its program. Queries past the end see none,
+    and their range may lie anywhere.
     """
     lo = gl.minimum(gl.maximum(own_blocks.lo, blocks.lo), blocks.hi)
     hi = gl.maximum(gl.minimum(own_blocks.hi, blocks.hi), lo)
@@ -389,7 +408,7 @@ def clamp_range(own_blocks, blocks):
 
 @gluon.jit
 def attend_tile(out, pipes, params, quant, work, t, i, C: gl.constexpr, PARTS: gl.constexpr):
-    """One consumer's 64 queries: (the next work, i)."""
+    """Compute one consumer's 64 queries: (the next work, i)."""
     cfg, work_tile, blocks = params.cfg, work.work_tile, work.blocks
     own_blocks = clamp_range(work.own_blocks, blocks)
     i = skip_tiles(pipes, cfg, i, blocks.hi - own_blocks.hi, C, t)
@@ -404,6 +423,7 @@ def attend_tile(out, pipes, params, quant, work, t, i, C: gl.constexpr, PARTS: g
 
 @gluon.jit
 def consume(out, pipes, params, quant, C: gl.constexpr, PARTS: gl.constexpr):
+    """A consumer's loop over work items."""
     i = 0  # key tiles seen
     t = 0  # tiles of queries seen
     work = pop_work(pipes, params, 0, C)

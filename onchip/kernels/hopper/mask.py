@@ -1,4 +1,8 @@
-"""Which tiles of keys a tile of queries sees, and -inf at scores that are hidden."""
+"""Masking: the range of key tiles that a tile of queries sees, and -inf at hidden scores.
+
+Example: causal, 300 queries and keys, tiles of 128. The queries 128..255 see the key tiles 1 and 0.
+Tile 1 is cut by the diagonal, tile 0 is full: lo = 0, full_lo = 0, full_hi = 1, hi = 2.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,8 +13,8 @@ from onchip.kernels.hopper.block_sparse import BLOCK, WORDS_PER_ROW
 
 @aggregate
 class BlockRange:
-    """Tiles of keys for one tile of queries: masked from `hi` down to `full_hi`, whole down to
-    `full_lo`, masked down to `lo`.
+    """The key tiles of one tile of queries, visited from hi - 1 down to lo: masked down to full_hi,
+    full down to full_lo, masked down to lo.
     """
 
     lo: gl.tensor
@@ -21,7 +25,7 @@ class BlockRange:
 
 @gluon.jit
 def get_block_range(seqlen, row, rows, seqlen_q, seqlen_k, TILE_N: gl.constexpr):
-    """The tiles of keys that `rows` queries from `row` on see."""
+    """The key tiles that `rows` queries from `row` on see."""
     first = row + seqlen_k - seqlen_q  # the key on the diagonal of the first query
     last = first + rows - 1
     end = seqlen_k
@@ -43,7 +47,9 @@ def get_block_range(seqlen, row, rows, seqlen_q, seqlen_k, TILE_N: gl.constexpr)
 
 @gluon.jit
 def apply_window(seqlen, s, row, col, seqlen_q, seqlen_k, layout: gl.constexpr):
-    """s with -inf at keys past the end or outside the window; row, col: position of its corner."""
+    """s with -inf at keys past the end or outside of the window. (row, col): position of its
+    corner.
+    """
     rows = row + seqlen_k - seqlen_q + seqlen.query_rows(s.shape[0], layout)
     cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
     last = gl.zeros_like(rows) + (seqlen_k - 1 - col)
@@ -55,15 +61,15 @@ def apply_window(seqlen, s, row, col, seqlen_q, seqlen_k, layout: gl.constexpr):
     return s
 
 
-LANE_BITS = gl.constexpr(6)  # bits of a column that tell threads apart in scores of matrix products
+LANE_BITS = gl.constexpr(6)  # bits of a column index of wgmma's accumulator that depend on the lane
 
 
 @gluon.jit
 def _select_where(compare: gl.constexpr, s, cols, bound):
-    """s where `cols compare bound`, else -inf. In assembly, because the compiler would hoist the
-    comparisons above the product and park 64 predicates in integer registers (390 instructions
-    instead of 160). What a thread's columns have of its own is taken off the bounds of its two
-    rows, so that they are constants, not registers.
+    """s where `cols compare bound`, else -inf. In assembly: otherwise the compiler hoists the
+    comparisons above the product and keeps 64 predicates in integer registers (390 instructions
+    instead of 160). The part of a column that depends on the lane is subtracted from the bounds, so
+    that the columns are constants, not registers.
     """
     cols, bound = gl.broadcast(
         (cols & ~LANE_BITS)[None, :], bound[:, None] - (cols & LANE_BITS)[None, :]
@@ -76,7 +82,9 @@ def _select_where(compare: gl.constexpr, s, cols, bound):
 
 @gluon.jit
 def load_mask_words(tiles, bits, row, col, TILE: gl.constexpr, layout: gl.constexpr):
-    """The words of 64 rows of a bit tile, a tensor for every 32 columns; ones if bits is -1."""
+    """The mask words of 64 rows of a bit tile, one tensor for every 32 columns; all ones if bits is
+    -1.
+    """
     rows = row % BLOCK + gl.arange(0, 64, gl.SliceLayout(1, layout))
     words = (gl.full_like(rows, -1),) * (TILE // 32)
     if bits >= 0:
@@ -89,8 +97,8 @@ def load_mask_words(tiles, bits, row, col, TILE: gl.constexpr, layout: gl.conste
 
 @gluon.jit
 def apply_block_mask(seqlen, s, words, row, col, seqlen_q, seqlen_k, layout: gl.constexpr):
-    """s with -inf where the bit of its column is 0, past the end, or outside the window: the last
-    two clear bits first, so that each score is looked at once.
+    """s with -inf where the bit of its column is 0, past the end, or outside of the window. The end
+    and the window clear bits of the words first, so that each score is tested once.
     """
     rows = row + seqlen_k - seqlen_q + seqlen.query_rows(s.shape[0], layout)
     cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
@@ -113,7 +121,7 @@ def apply_block_mask(seqlen, s, words, row, col, seqlen_q, seqlen_k, layout: gl.
 
 @gluon.jit
 def _clip_to_window(seqlen, word, first: gl.constexpr, diagonal, last):
-    """The bits of 32 columns from `first` on that lie within the window of their row."""
+    """The word of 32 columns from `first` on, with zeros outside of the window of its row."""
     word &= _bit_range(gl.zeros_like(last), gl.maximum(last + (1 - first), 0))
     if seqlen.HAS_LEFT:
         word &= _bit_range(gl.maximum(diagonal - (seqlen.left + first), 0), gl.full_like(last, 32))
@@ -122,7 +130,7 @@ def _clip_to_window(seqlen, word, first: gl.constexpr, diagonal, last):
 
 @gluon.jit
 def _bit_range(start, count):
-    """So many bits from `start` on."""
+    """A word with `count` ones from bit `start` on."""
     return gl.inline_asm_elementwise(
         "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", [start, count], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -130,8 +138,8 @@ def _bit_range(start, count):
 
 @gluon.jit
 def apply_block_mask_transposed(blocks, s, bits, row, col, layout: gl.constexpr):
-    """s (keys, queries) of 64 keys from `row` on with -inf where the bit of the key in the word of
-    the query is 0; nothing is hidden if bits is -1.
+    """s (keys, queries) of 64 keys from `row` on, with -inf where the bit of the key in the word of
+    the query is 0. bits = -1 hides nothing.
     """
     keys = row % BLOCK + gl.arange(0, 64, gl.SliceLayout(1, layout))
     queries = col % BLOCK + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
@@ -151,7 +159,9 @@ def apply_block_mask_transposed(blocks, s, bits, row, col, layout: gl.constexpr)
 
 @gluon.jit
 def _select_bit(s, word, bit):
-    """s where that bit of the word is 1, else -inf. In assembly for the same reason as _keep."""
+    """s where that bit of the word is 1, else -inf. In assembly for the same reason as
+    _select_where.
+    """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; shr.u32 t, $2, $3; and.b32 t, t, 1; setp.ne.u32 p, t, 0;"
         " selp.f32 $0, $1, 0fFF800000, p; }",

@@ -1,4 +1,8 @@
-"""Keys and values in pages: page ids fetched ahead, and TMA coordinates of the parts of a tile."""
+"""Paged K and V: page ids copied ahead of their use, and TMA coordinates of the parts of a tile.
+
+Example: a tile of 128 keys over pages of 16 slots is 8 parts of 16 rows. 300 keys are 19 pages; the
+parts past key 300 are loaded with length 0, so TMA fills them with zeros.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,9 +13,9 @@ from onchip.kernels.hopper.pipeline import LANES, IndexPrefetch, make_index_pref
 
 @aggregate
 class PagedKV:
-    """Where keys lie in pages of SIZE slots (0: nowhere): a row of the table for each sequence, of
-    `columns` entries and `stride` apart. A tile is copied in PARTS of BOX slots. Pages begin span_k
-    (span_v) rows of the pool apart. `ids`: the pages of tiles to come.
+    """K and V in pages of SIZE slots (0: not paged). Row b of the table, `stride` entries after the
+    last, has at most max_pages page ids. A tile is loaded in PARTS boxes of BOX slots. Pages begin
+    page_stride_k (page_stride_v) rows of the pool apart. `ids`: page ids of the tiles to come.
     """
 
     table: gl.tensor
@@ -28,13 +32,13 @@ class PagedKV:
 
     @gluon.jit
     def seqlen_k(self, batch):
-        """Keys of one sequence, as many as its row of the table has room for at most."""
+        """Keys of one sequence, at most as many as its row of the table can address."""
         return gl.minimum(gl.maximum(gl.load(self.seqlens + batch), 0), self.max_pages * self.SIZE)
 
     @gluon.jit
     def prefetch_ids(self, i, batch, key, wanted):
-        """Ask for the pages of filling i, the tile of keys from `key` on. Of what lies outside of
-        the table nothing is used.
+        """Start to copy the page ids of iteration i, the tile of keys from `key` on. Ids outside of
+        the table are clamped and not used.
         """
         lanes = gl.arange(0, self.PARTS, LANES)
         column = gl.minimum(gl.maximum(key // self.SIZE + lanes, 0), self.max_pages - 1)
@@ -42,7 +46,7 @@ class PagedKV:
 
     @gluon.jit
     def page_ids(self, i):
-        """The page of every part of filling i; bad ids give one that exists."""
+        """The page of each part of iteration i. Bad ids are clamped to existing pages."""
         pages = ()
         for x in gl.static_range(self.PARTS):
             page = self.ids.get(i, x)
@@ -51,8 +55,9 @@ class PagedKV:
 
     @gluon.jit
     def coord(self, page, part: gl.constexpr, page_stride, key, start, stop, head):
-        """Where a part of the tile of keys from `key` on lies for TMA: see tensors.paged. Keys from
-        `stop` on arrive as 0, and so does a part before `start`: its page may be gone.
+        """TMA coordinates of one part of the tile from `key` on: see tensors.paged_descriptor. Keys
+        from `stop` on arrive as 0. A part wholly before `start` arrives as 0 too, because its page
+        may have been freed.
         """
         far: gl.constexpr = 1 << 30
         key += part * self.BOX

@@ -1,5 +1,5 @@
-"""What the producer and the consumers of the Hopper forward agree on: the call, how it is computed,
-and which queries are next.
+"""What the producer and the consumers of the Hopper forward share: parameters of the call, tile
+constants, pipelines, and the tile of queries that comes next.
 """
 
 from triton.experimental import gluon
@@ -22,8 +22,8 @@ from onchip.kernels.hopper.tile_scheduler import TileOrder, find_tile
 
 @aggregate
 class ForwardPipelines:
-    """What producer and consumers share. Releasing key tile i says that value tile i - 1 is free
-    too.
+    """Pipelines between producer and consumers. Releasing K of iteration i also releases V of
+    iteration i - 1.
     """
 
     q: Pipeline
@@ -34,6 +34,7 @@ class ForwardPipelines:
 
     @gluon.jit
     def close(self):
+        """Invalidate all barriers."""
         self.q.close()
         self.k.close()
         self.v.close()
@@ -43,9 +44,8 @@ class ForwardPipelines:
 
 @aggregate
 class ForwardConfig:
-    """How it is computed. S is the layout of scores (64, TILE_N), O that of the output (64, WIDTH),
-    P that of probabilities on the left of their product. Of these each has BITS, of the operands of
-    scores S_BITS.
+    """Compile-time choices of the forward. Layouts: S of scores (64, TILE_N), O of the output (64,
+    WIDTH), P of p as the left operand of PV. Operands of PV have BITS, those of QK S_BITS.
     """
 
     TILE_N: gl.constexpr
@@ -85,6 +85,10 @@ class ForwardConfig:
 
 @aggregate
 class ForwardParams:
+    """The call. SPARSE: packed queries over pages, where most work indices may have no queries.
+    FIELDS: integers of a work item.
+    """
+
     seqlen: SeqlenInfo
     blocks: BlockMaskLists | StripMaskLists
     pages: PagedKV
@@ -111,15 +115,13 @@ class ForwardParams:
 
     @gluon.jit
     def find_tile(self, number, block, passed):
-        """SPARSE: most tickets may be of no queries, so the producer counts those that are of some:
-        see tile_scheduler.find_tile.
-        """
+        """SPARSE: the producer counts existing tiles only: see tile_scheduler.find_tile."""
         ROWS: gl.constexpr = 64 // self.seqlen.GROUP * self.cfg.CONSUMERS
         return find_tile(self.seqlen, self.order, self.batch, number, block, passed, ROWS)
 
     @gluon.jit
     def work_tile(self, work_index):
-        """The tile of queries of a ticket; its row is -1 if there is no such ticket."""
+        """The tile of queries of a work index. Its row is -1 if there is no such index."""
         seqlen, num_tiles = self.seqlen, self.order.num_tiles
         # No length is loaded past the end of cu_seqlens.
         clamped_index = gl.minimum(work_index, num_tiles - 1)
@@ -136,7 +138,7 @@ class ForwardParams:
 
     @gluon.jit
     def pack_tile(self, work_tile):
-        """What consumers must know of a place: see told."""
+        """The fields of a work item: see unpack_tile."""
         fields = (work_tile.row, work_tile.batch, work_tile.head)
         if self.FIELDS == 6:
             fields = fields + (work_tile.q0, work_tile.seqlen_q, work_tile.seqlen_k)
@@ -144,31 +146,33 @@ class ForwardParams:
 
     @gluon.jit
     def unpack_tile(self, fields):
-        """The place from its words; where its keys begin, only the producer knows."""
+        """The tile from the fields of a work item. k0 is not among them: only the
+        producer uses it.
+        """
         row, batch, head = fields[0], fields[1], fields[2]
-        nowhere = 0
+        unused = 0
         if self.FIELDS == 3:
             q0, seqlen_q, seqlen_k = 0, self.seqlen.seqlen_q, self.seqlen.seqlen_k
         else:
             q0, seqlen_q, seqlen_k = fields[3], fields[4], fields[5]
-        return WorkTile(batch, head, row, q0, seqlen_q, nowhere, seqlen_k)
+        return WorkTile(batch, head, row, q0, seqlen_q, unused, seqlen_k)
 
     @gluon.jit
     def consumer_tile(self, work_tile, C: gl.constexpr):
-        """The queries of consumer C."""
+        """The 64 rows of consumer C."""
         row = work_tile.row + 64 // self.seqlen.GROUP * C
         return WorkTile(work_tile.batch, work_tile.head, row, work_tile.q0, work_tile.seqlen_q,
                         work_tile.k0, work_tile.seqlen_k)  # fmt: skip
 
     @gluon.jit
     def tile_coord(self, work_tile):
-        """Where the queries of a place begin, as descriptors of rows count."""
+        """TMA coordinates of the queries of a tile."""
         q0, seqlen_q = work_tile.q0, work_tile.seqlen_q
         return self.seqlen.q_coord(work_tile.batch, work_tile.head, q0, seqlen_q, work_tile.row)
 
     @gluon.jit
     def block_range(self, work_tile, CONSUMERS: gl.constexpr):
-        """The key tiles that the queries of so many consumers see, from a place on."""
+        """The key tiles that the queries of CONSUMERS consumers see, from a tile on."""
         TILE_N: gl.constexpr = self.cfg.TILE_N
         ROWS: gl.constexpr = 64 // self.seqlen.GROUP * CONSUMERS
         return get_block_range(
@@ -185,7 +189,9 @@ class ForwardParams:
 
     @gluon.jit
     def list_blocks(self, work_tile):
-        """The same where a mask lists them (of no place: those of some row)."""
+        """(the listed blocks of a tile, their number), where a mask lists them. A tile with row -1
+        gives the lists of row 0.
+        """
         if self.STRIPS:
             strip_view = self.strip_view(work_tile, work_tile)
             return strip_view, strip_view.total()
@@ -196,7 +202,7 @@ class ForwardParams:
 
     @gluon.jit
     def strip_view(self, first, work_tile):
-        """What the queries of a place see of the strip that begins at the place `first`."""
+        """The entries that a tile sees of the strip that begins at the tile `first`."""
         row = gl.maximum(first.row, 0)
         side = gl.maximum(work_tile.row, 0) // BLOCK - row // BLOCK
         strip = row // (64 * self.cfg.CONSUMERS)
@@ -205,7 +211,9 @@ class ForwardParams:
 
 @aggregate
 class WorkTile:
-    """Queries from `row` of their sequence on, of one head, or of the group that begins there."""
+    """Queries from `row` of their sequence on, of one head, or of the GROUP heads
+    from `head` on.
+    """
 
     batch: gl.tensor
     head: gl.tensor

@@ -1,7 +1,17 @@
-"""Asynchrony as objects: shared memory that travels between one producer and its consumers.
+"""Pipelines: shared memory that moves between one producer warp and its consumer warpgroups.
 
-The only file that names Gluon's TMA calls (they were renamed after Triton 3.6), and the only one
-with a phase bit or a slot number in it. Slots are counted, never numbered: the i-th use of a ring.
+  producer                    stage i % num_stages                  consumer
+  wait_empty(i)   <---------- mbarrier `empty` <------------------- release(i)
+  load(i, desc) --- TMA ----> tile
+                  ----------> mbarrier `full`  -------------------> wait_full(i), stage(i)
+
+Callers count iterations i = 0, 1, 2, ...; a stage number or a phase bit occurs in this file alone.
+Iteration i uses stage i % num_stages, and the phase of its barriers is i // num_stages & 1.
+Example: 300 keys in tiles of 128 are iterations 0, 1, 2 (the last has 44 keys, TMA fills the rest
+with 0). With two stages, iteration 2 reuses stage 0, so load(2) waits for release(0).
+
+This is also the only file that names Gluon's TMA calls, which were renamed after Triton 3.6.
+examples/versions/hopper.py is the same pipeline in a few lines.
 """
 
 from triton._C.libtriton import ir
@@ -19,7 +29,7 @@ _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _fetch = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 store_wait = tma.store_wait
 tensor_descriptor = tma.tensor_descriptor
-sync_partition = getattr(gl, "barrier", None) or gl.thread_barrier  # of all threads of a partition
+sync_partition = getattr(gl, "barrier", None) or gl.thread_barrier  # all threads of a partition
 
 
 @builtin
@@ -31,28 +41,28 @@ def _reduce_through_builder(desc, coord, src, _semantic=None):
 
 @builtin
 def reinterpret(smem, desc, _semantic=None):
-    """Shared memory as one tile of desc (the method's name changed after Triton 3.6)."""
+    """View shared memory as one tile of desc. (The method was renamed after Triton 3.6.)"""
     shape = [_unwrap_if_constexpr(n) for n in desc.block_shape]
     return _semantic.memdesc_reinterpret(smem, desc.dtype, shape, desc.layout)
 
 
 @builtin
 def _view_as(smem, shape, layout, _semantic=None):
-    """The same memory in another shape; numbers of 8 bits become words of 16."""
+    """View the same memory in another shape. 8-bit elements become 16-bit words."""
     shape = [_unwrap_if_constexpr(n) for n in shape]
     dtype = gl.int16 if smem.dtype.primitive_bitwidth == 8 else smem.dtype
     return _semantic.memdesc_reinterpret(smem, dtype, shape, _unwrap_if_constexpr(layout))
 
 
-# Triton 3.6 has the instruction but no name for it
+# Triton 3.6 has the instruction but no function for it.
 _reduce_add = getattr(tma, "async_atomic_add", None) or _reduce_through_builder
 
 
 @gluon.jit
 def _make_barriers(num: gl.constexpr, arrivals: gl.constexpr):
-    """`num` barriers that so many arrivals let pass. All that are opened must be closed when the
-    program ends: memory of a barrier that nobody names any more is given to tiles, which must
-    not be before it is invalidated (docs/notebook.md, a NaN that comes with company).
+    """`num` mbarriers of `arrivals` arrivals each. Every barrier must be invalidated before the
+    program ends. Otherwise the compiler gives the memory of a barrier after its last use to tiles
+    (docs/notebook.md, a NaN that comes with company).
     """
     barriers = gl.allocate_shared_memory(gl.int64, [num, 1], mbarrier.MBarrierLayout())
     for x in gl.static_range(num):
@@ -68,7 +78,7 @@ def _invalidate(barriers, num: gl.constexpr):
 
 @gluon.constexpr_function
 def _as_2d_shape(shape):
-    """The shape of a tile as rows and columns, whatever boxes its rows come in."""
+    """The shape of a tile as rows and columns, whatever box its rows were loaded in."""
     rows = 1
     for n in shape[:-1]:
         rows *= n
@@ -77,8 +87,8 @@ def _as_2d_shape(shape):
 
 @aggregate
 class Pipeline:
-    """`num_stages` slots, each with a barrier for being full and one for being empty. If `readers`
-    is not 0, so many threads release a slot through a numbered barrier.
+    """`num_stages` stages with a `full` and an `empty` barrier each. If `readers` is not 0, that
+    many threads release a stage through a named barrier instead of an mbarrier.
     """
 
     smem: gl.shared_memory_descriptor
@@ -89,20 +99,20 @@ class Pipeline:
 
     @gluon.jit
     def stage(self, i):
-        """The i-th filling, as a matrix."""
+        """The tile of iteration i, as a matrix."""
         stage = self.smem.index(i % self.num_stages)
         return stage.reshape(_as_2d_shape(stage.shape))
 
     @gluon.jit
     def tma_stage(self, i):
-        """The i-th filling, as a descriptor loads or stores it."""
+        """The tile of iteration i, in the shape in which a descriptor loads or stores it."""
         return self.smem.index(i % self.num_stages)
 
     @gluon.jit
     def opaque_stage(self, i, loop_index):
-        """The i-th filling in a loop over `turn`, at an address that the compiler cannot know to be
-        the same for all turns: it would keep the descriptor of every 16 columns in registers across
-        the loop, 32 registers too many.
+        """The tile of iteration i, inside a loop over loop_index. The compiler cannot prove that
+        the address is the same in each iteration. Otherwise it would keep the descriptor of every
+        16 columns in registers across the loop, 32 registers too many.
         """
         stage = self.smem.index(i % self.num_stages + (loop_index >> 30))
         return stage.reshape([stage.shape[-2], stage.shape[-1]])
@@ -113,8 +123,9 @@ class Pipeline:
 
     @gluon.jit
     def wait_empty(self, i):
-        """Until the consumers have released filling i - num_stages (the first need no wait). Once
-        for each filling, one after another, where the barriers are numbered.
+        """Wait until the consumers have released iteration i - num_stages; the first num_stages
+        iterations do not wait. With named barriers, call it exactly once for each iteration, in
+        order.
         """
         if self.readers == 0:
             mbarrier.wait(self.empty.index(i % self.num_stages), ((i // self.num_stages) & 1) ^ 1)
@@ -123,7 +134,7 @@ class Pipeline:
 
     @gluon.jit
     def release(self, i):
-        """This consumer is done with filling i."""
+        """Consumer: iteration i is no longer read."""
         if self.readers == 0:
             mbarrier.arrive(self.empty.index(i % self.num_stages), count=1)
         else:
@@ -131,19 +142,19 @@ class Pipeline:
 
     @gluon.jit
     def load(self, i, desc, coord):
-        """Producer: fill slot i from the tensor behind desc; what lies outside arrives as 0."""
+        """Producer: load the tile of iteration i. Elements outside of the tensor arrive as 0."""
         full = self.full.index(i % self.num_stages)
         mbarrier.expect(full, desc.block_type.nbytes)
         _load(desc, coord, full, self.smem.index(i % self.num_stages))
 
     @gluon.jit
     def expect_parts(self, i, desc, parts: gl.constexpr):
-        """Producer: slot i will be filled by `parts` calls of load_part."""
+        """Producer: `parts` calls of load_part will fill iteration i."""
         mbarrier.expect(self.full.index(i % self.num_stages), desc.block_type.nbytes * parts)
 
     @gluon.jit
     def load_part(self, i, desc, coord, part: gl.constexpr):
-        """Producer: fill the part-th of equal parts of the rows of slot i."""
+        """Producer: load one of several equal parts of the rows of iteration i."""
         rows: gl.constexpr = desc.block_shape[-2]
         stage = self.smem.index(i % self.num_stages)
         part_of_stage = stage.slice(part * rows, rows, len(stage.shape) - 2)
@@ -151,8 +162,8 @@ class Pipeline:
 
     @gluon.jit
     def load_with(self, i, desc, coord, other, other_desc, other_coord):
-        """Producer: fill slot i and, under the same barrier, slot i of `other`, equally deep and
-        with no barrier of its own.
+        """Producer: load iteration i here and, under the same barrier, in `other`, which has as
+        many stages and no barriers of its own.
         """
         full = self.full.index(i % self.num_stages)
         mbarrier.expect(full, desc.block_type.nbytes + other_desc.block_type.nbytes)
@@ -176,9 +187,9 @@ def make_pipeline(
     desc, num_stages: gl.constexpr, consumers: gl.constexpr, parts: gl.constexpr = 1,
     named_barriers: gl.constexpr = False,
 ):  # fmt: skip
-    """A ring of tiles as desc loads them, in so many parts, released once by each consumer. At an
-    mbarrier Triton lets all threads of a consumer meet before one arrives; at a `numbered` barrier
-    each arrives when it gets there.
+    """A pipeline of the tiles that desc loads, in `parts` parts, released once by each consumer.
+    With mbarriers, Triton synchronises all threads of a consumer before one of them arrives. With
+    named barriers each thread arrives on its own.
     """
     shape: gl.constexpr = _stage_shape(num_stages, desc.block_shape, parts)
     smem = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
@@ -189,13 +200,13 @@ def make_pipeline(
         return Pipeline(smem, full, _make_barriers(num_stages, consumers), num_stages)
 
 
-# The processor has 16 barriers; Triton numbers those of its partitions from 0 on
+# An SM has 16 named barriers. Triton uses those from 0 on, one for each partition.
 FIRST_NAMED_BARRIER = gl.constexpr(8)
 
 
 @gluon.constexpr_function
 def _named_barrier_asm(what, readers):
-    return f"bar.{what} $1, {readers + 32}; mov.b32 $0, 0;"  # the producer is a warp
+    return f"bar.{what} $1, {readers + 32}; mov.b32 $0, 0;"  # + 32: the producer is one warp
 
 
 @gluon.jit
@@ -208,14 +219,16 @@ def _named_barrier(what: gl.constexpr, stage, readers: gl.constexpr):
 
 @aggregate
 class LinkedStages:
-    """Slots filled by Ring.load_with: full and empty together with those of that ring."""
+    """Stages filled by Pipeline.load_with. They are full and empty together with
+    that pipeline's.
+    """
 
     smem: gl.shared_memory_descriptor
     num_stages: gl.constexpr
 
     @gluon.jit
     def stage(self, i):
-        """The i-th filling, as the descriptor loads it."""
+        """The tile of iteration i, in the shape in which the descriptor loads it."""
         return self.smem.index(i % self.num_stages)
 
 
@@ -227,9 +240,9 @@ def make_linked_stages(desc, num_stages: gl.constexpr):
 
 @gluon.constexpr_function
 def _warp_tile_layout(warps, part, dim):
-    """How `warps` matrices of 16 rows of 16-bit numbers lie in shared memory, where TMA brought
-    them in boxes of `part` rows: columns in blocks of 64 numbers, whose pieces of 16 bytes are
-    swizzled by the row. Offsets, bit by bit, as (matrix, row, column).
+    """The shared-memory layout of `warps` matrices of 16 rows of 16-bit elements, loaded by TMA in
+    boxes of `part` rows. Columns come in blocks of 64 elements; pieces of 16 bytes are swizzled by
+    the row. The bases are (matrix, row, column) for each bit of the offset.
     """
     bases = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32]]
     bases += [[0, 1, 8], [0, 2, 16], [0, 4, 32], [0, 8, 0]]
@@ -242,9 +255,9 @@ def _warp_tile_layout(warps, part, dim):
 
 @aggregate
 class KVStages:
-    """A ring of key tiles and value tiles, each brought in PARTS boxes and read as WARPS matrices
-    of 16 rows and COLUMNS of 16 bits. Keys and values of 8 bits have scales, which the producer's
-    lanes fetch: ARRIVALS at `full` for each filling are theirs and one more.
+    """A pipeline of K and V tiles under one barrier. A tile is loaded in PARTS boxes and read as
+    WARPS matrices of 16 rows and COLUMNS 16-bit columns. 8-bit K and V have scales, which the lanes
+    of the producer warp copy; `full` then expects ARRIVALS arrivals, 32 lanes and TMA.
     """
 
     k: gl.shared_memory_descriptor
@@ -263,8 +276,9 @@ class KVStages:
 
     @gluon.jit
     def prefetch_descriptors(self, k_desc, v_desc, scratch):
-        """The first copy by a descriptor waits for the descriptor to arrive: start one of each that
-        nobody reads, into scratch memory, before it is known what to load.
+        """Start one unused copy through each descriptor, into scratch memory. The first copy
+        through a descriptor waits for the descriptor itself; this overlaps that wait with finding
+        out what to load.
         """
         mbarrier.expect(self.warm, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
         _load(k_desc, [0, 0, 0, 0], self.warm, reinterpret(scratch, k_desc))
@@ -272,18 +286,22 @@ class KVStages:
 
     @gluon.jit
     def wait_descriptors(self):
-        """Before scratch memory is used or the program ends."""
+        """Wait for the copies of prefetch_descriptors, before scratch memory is used or the program
+        ends. Otherwise a copy could overwrite it.
+        """
         mbarrier.wait(self.warm, 0)
 
     @gluon.jit
     def acquire(self, i, k_desc, v_desc):
-        """Producer: once filling i - num_stages is released, say how much filling i will be."""
+        """Producer: wait until iteration i - num_stages is released, then expect iteration i."""
         mbarrier.wait(self.empty.index(i % self.num_stages), ((i // self.num_stages) & 1) ^ 1)
         self.expect(i, k_desc, v_desc)
 
     @gluon.jit
     def expect(self, i, k_desc, v_desc):
-        """The same for the first num_stages fillings, which need no wait."""
+        """Producer: expect the bytes of iteration i. Alone, for the first num_stages iterations,
+        which do not wait.
+        """
         nbytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
         mbarrier.expect(self.full.index(i % self.num_stages), self.PARTS * nbytes)
 
@@ -295,20 +313,20 @@ class KVStages:
 
     @gluon.jit
     def fetch_scales(self, i, part: gl.constexpr, k_pointers, v_pointers):
-        """Producer: start to copy the scales of a box of filling i."""
+        """Producer: start to copy the scales of one box of iteration i."""
         at = (i % self.num_stages) * self.PARTS + part
         _fetch(self.k_scales.index(at), k_pointers)
         _fetch(self.v_scales.index(at), v_pointers)
 
     @gluon.jit
     def arrive_scales(self, i):
-        """Producer: filling i is full when all that was fetched has come, too."""
+        """Producer: arrive at `full` of iteration i once the scales copied so far have landed."""
         async_copy.mbarrier_arrive(self.full.index(i % self.num_stages), increment_count=False)
 
     @gluon.jit
     def restart(self, started):
-        """All threads, before there is a producer: as if the first fillings had not been started,
-        once they have come. No copy may be under way to a slot that is filled anew.
+        """All threads, before the producer starts: undo the first `started` iterations, after they
+        have landed. Otherwise a copy could still be on its way to a stage that is filled again.
         """
         for i in range(started):
             self.wait_full(i)
@@ -328,11 +346,12 @@ class KVStages:
 
     @gluon.jit
     def keys(self, i):
-        """Filling i: (WARPS, 16, COLUMNS)."""
+        """K of iteration i: (WARPS, 16, COLUMNS)."""
         return self._stage(self.k, i)
 
     @gluon.jit
     def values(self, i):
+        """V of iteration i: (WARPS, 16, COLUMNS)."""
         return self._stage(self.v, i)
 
     @gluon.jit
@@ -342,7 +361,7 @@ class KVStages:
 
     @gluon.jit
     def scales(self, i, layout: gl.constexpr):
-        """Of the keys of filling i and of its values, (WARPS, 16) each."""
+        """(scales of K, scales of V) of iteration i, (WARPS, 16) each."""
         shape: gl.constexpr = [self.num_stages, self.WARPS, 16]
         s = i % self.num_stages
         k_scales = _view_as(self.k_scales, shape, _ROWS).index(s).load(layout)
@@ -359,16 +378,16 @@ class KVStages:
 def make_kv_stages(
     k_desc, v_desc, num_stages: gl.constexpr, tile_n: gl.constexpr, warps: gl.constexpr
 ):
-    """Tiles of tile_n keys, in boxes as k_desc and v_desc load them."""
+    """Tiles of tile_n keys, in the boxes that k_desc and v_desc load."""
     ROWS: gl.constexpr = k_desc.block_shape[-2]
     PARTS: gl.constexpr = tile_n // ROWS
     EIGHT: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
-    ARRIVALS: gl.constexpr = 1 + 32 if EIGHT else 1  # all lanes of the producer, and its copies
+    ARRIVALS: gl.constexpr = 1 + 32 if EIGHT else 1  # 32 lanes of the producer, and TMA
     COLUMNS: gl.constexpr = k_desc.block_shape[-1] // 2 if EIGHT else k_desc.block_shape[-1]
     shape: gl.constexpr = [num_stages * PARTS] + k_desc.block_shape
     k = gl.allocate_shared_memory(k_desc.dtype, shape, k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, shape, v_desc.layout)
-    k_scales, v_scales = k, v  # stand for what nobody reads
+    k_scales, v_scales = k, v  # placeholders, not read
     if EIGHT:
         k_scales = gl.allocate_shared_memory(gl.float32, [num_stages * PARTS, ROWS], _PLAIN)
         v_scales = gl.allocate_shared_memory(gl.float32, [num_stages * PARTS, ROWS], _PLAIN)
@@ -384,23 +403,24 @@ def make_kv_stages(
 
 @gluon.jit
 def sync_with_previous_kernel():
-    """By all programs of a kernel, after what can be done beside the call before: wait until that
-    has ended, and let the next one begin.
+    """Programmatic dependent launch: wait until the previous kernel of the stream has ended, and
+    let the next one start. All programs call it, after the work that does not depend on the
+    previous kernel.
     """
     gdc_wait()
     gdc_launch_dependents()
 
 
-LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the one warp of a producer
-PREFETCH_DISTANCE = gl.constexpr(6)  # fillings between a look-up and its use
-PREFETCH_STAGES = gl.constexpr(8)  # fillings that a ring of them holds
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # the one warp of a producer
+PREFETCH_DISTANCE = gl.constexpr(6)  # iterations between the copy of an index and its use
+PREFETCH_STAGES = gl.constexpr(8)  # iterations whose indices shared memory holds
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
 def prefetch(pointers):
-    """Bring what these pointers point to into the L1, if it is not there. Nobody waits for it."""
+    """Prefetch these addresses into the L1, without a wait."""
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1];\n mov.b32 $0, 0;", "=r,l", [pointers], gl.int32, False, 1
     )
@@ -408,63 +428,67 @@ def prefetch(pointers):
 
 @gluon.jit
 def fetch(smem, pointers, mask):
-    """Start to copy what these pointers point to, zeros where the mask is not set."""
+    """Start to copy from these pointers to shared memory; elements where the mask is not set become
+    0.
+    """
     _fetch(smem, pointers, mask)
     async_copy.commit_group()
 
 
 @gluon.jit
 def wait_fetched():
-    """Until all that this warp group has fetched is there."""
+    """Wait for all copies that this warpgroup has started with `fetch`."""
     async_copy.wait_group(0)
 
 
 @aggregate
 class IndexPrefetch:
-    """What a producer must know to fill a ring (page ids), fetched AHEAD fillings earlier: it never
-    waits for memory itself. A ring of numbers for each filling; one `fetch` and one `wait` belong
-    to each, in order.
+    """Small integers that a producer needs (page ids, tile numbers, lengths), copied to shared
+    memory PREFETCH_DISTANCE iterations before their use. The producer therefore never waits for
+    global memory. Each iteration has one `fetch` and one `wait`, in order.
     """
 
     smem: gl.shared_memory_descriptor
 
     @gluon.jit
     def fetch(self, i, pointers, wanted):
-        """Start to copy what these pointers point to, for filling i, if it is wanted."""
+        """Start to copy the integers of iteration i, if `wanted`."""
         if wanted:
             _fetch(self.smem.index(i % PREFETCH_STAGES), pointers)
         async_copy.commit_group()
 
     @gluon.jit
     def wait(self):
-        """For the numbers of a filling, when those of AHEAD more have been asked for."""
+        """Wait for the integers of an iteration, after those of PREFETCH_DISTANCE more were
+        started.
+        """
         async_copy.wait_group(PREFETCH_DISTANCE)
 
     @gluon.jit
     def get(self, i, x: gl.constexpr):
-        """The x-th number of filling i."""
+        """Integer x of iteration i."""
         return self.get_at(i % PREFETCH_STAGES, x, LANES)
 
     @gluon.jit
     def get_at(self, stage, x: gl.constexpr, layout: gl.constexpr):
-        """The x-th number of a slot, for warps that have this layout."""
+        """Integer x of one stage, for warps of this layout."""
         return gl.max(self.smem.index(stage).slice(x, 1).load(layout), 0)
 
     @gluon.jit
     def store_all(self, values):
-        """The numbers of all slots. By any number of warps, before there is a producer; its first
-        `fetch` of each filling need not want them.
+        """Store the integers of all stages, by any number of warps, before the producer starts. The
+        producer's first `fetch` of each stage may then be skipped (wanted=False).
         """
         _view_as(self.smem, values.shape, _PLAIN).store(values)
 
     @gluon.jit
     def load_all(self, count: gl.constexpr, layout: gl.constexpr):
-        """What `keep` has stored, all of it."""
+        """Load what store_all has stored."""
         return _view_as(self.smem, [count], _PLAIN).load(layout)
 
     @gluon.jit
     def put(self, i, x: gl.constexpr, value):
-        """Keep a number that is known already."""
+        """Store one integer of iteration i."""
         cell = self.smem.index(i % PREFETCH_STAGES).slice(x, 1)
         cell.store(gl.full([1], value, gl.int32, LANES))
 
@@ -476,9 +500,9 @@ def make_index_prefetch(width: gl.constexpr, stages: gl.constexpr = PREFETCH_STA
 
 @aggregate
 class Exchange:
-    """Matrices of which every consumer writes a part and reads the whole. Two deep: who writes the
-    i-th has taken the (i - 1)-th, so all have written that one, after their last read of the
-    (i - 2)-th.
+    """A double-buffered matrix in shared memory: each consumer writes a part and reads the whole.
+    Two buffers suffice: a consumer that writes matrix i has passed the barrier of matrix i - 1, so
+    every consumer has written i - 1, after its last read of i - 2.
     """
 
     smem: gl.shared_memory_descriptor
@@ -486,14 +510,14 @@ class Exchange:
 
     @gluon.jit
     def put(self, i, row: gl.constexpr, col: gl.constexpr, value):
-        """Write a part of the i-th matrix."""
+        """Write a part of matrix i."""
         rows = self.smem.index(i & 1).slice(row, value.shape[0], 0)
         rows.slice(col, value.shape[1], 1).store(value)
 
     @gluon.jit
     def take(self, i):
-        """Having put all my parts: the whole i-th matrix, for warpgroup products to read, once the
-        others have put theirs.
+        """After all own parts are written: wait for the other consumers, then return matrix i for
+        wgmma.
         """
         fence_async_shared()
         mbarrier.arrive(self.ready, count=1)
@@ -516,17 +540,21 @@ def make_exchange(
 
 @aggregate
 class PingPong:
-    """Whose turn it is on the tensor cores: consumers issue their products one after another."""
+    """Order among the consumers on the tensor cores: one warpgroup issues its products while the
+    others exponentiate (FlashAttention-3's ping-pong scheduling).
+    """
 
     turns: gl.shared_memory_descriptor
     warpgroups: gl.constexpr
 
     @gluon.jit
     def wait_turn(self, me: gl.constexpr, i):
+        """Wait for turn i of this warpgroup."""
         mbarrier.wait(self.turns.index(me), i & 1)
 
     @gluon.jit
     def signal_next(self, me: gl.constexpr):
+        """Let the next warpgroup issue."""
         mbarrier.arrive(self.turns.index((me + 1) % self.warpgroups), count=1)
 
     @gluon.jit
@@ -543,13 +571,14 @@ def make_pingpong(warpgroups: gl.constexpr):
 
 @aggregate
 class WorkQueue:
-    """Work handed from the producer to the consumers, two tickets of WORDS numbers deep."""
+    """Work items of FIELDS integers, from the producer to all consumers, two deep."""
 
     pipeline: Pipeline
     FIELDS: gl.constexpr
 
     @gluon.jit
     def push(self, i, values):
+        """Producer: store item i."""
         self.pipeline.wait_empty(i)
         one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         for w in gl.static_range(self.FIELDS):
@@ -559,6 +588,7 @@ class WorkQueue:
 
     @gluon.jit
     def pop(self, i):
+        """Consumer: item i."""
         self.pipeline.wait_full(i)
         one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         values = ()
@@ -582,10 +612,10 @@ def make_work_queue(consumers: gl.constexpr, fields: gl.constexpr):
 
 @gluon.jit
 def store_tile(desc, coord, smem, value, ADD: gl.constexpr = False):
-    """Registers -> shared memory -> the tensor behind desc, rows outside of it dropped;
-    asynchronous. ADD: it is added to what is there.
+    """Registers -> shared memory -> global memory by TMA, asynchronously. Rows outside of the
+    tensor are dropped. ADD: TMA adds to global memory instead of overwriting it.
     """
-    store_wait(0)  # the last store of this slot must have been read
+    store_wait(0)  # TMA must have read the last tile stored through this memory
     smem.reshape(_as_2d_shape(smem.shape)).store(value)
     fence_async_shared()
     if ADD:
@@ -596,8 +626,8 @@ def store_tile(desc, coord, smem, value, ADD: gl.constexpr = False):
 
 @gluon.jit
 def store_halves(desc, coord, smem, value, ADD: gl.constexpr = False):
-    """store_tile of twice the columns of desc, one half after the other: fp32 leaves through memory
-    with room for 16 bits of each number.
+    """store_tile of twice the columns of desc, in two halves: an fp32 tile goes through shared
+    memory sized for 16-bit elements.
     """
     stage = reinterpret(smem, desc)
     half: gl.constexpr = value.shape[1] // 2

@@ -1,4 +1,13 @@
-"""The one warp of a program of the Hopper forward that draws tickets and moves tiles."""
+"""The producer warp of the Hopper forward: it draws work, pushes it to the consumers, loads tiles.
+
+Order of the loads for 300 causal tokens, tiles of 128 queries (two consumers) and 128 keys, last
+queries first; Kn and Vn are key tile n, Qc the 64 queries of consumer c:
+  queries 256..299:  K2 Q0 Q1 V2 K1 V1 K0 V0
+  queries 128..255:  K1 Q0 Q1 V1 K0 V0
+  queries   0..127:  K0 Q0 Q1 V0
+The work item of the next tile is pushed before the last key tile, because a draw from the counter
+takes longer than a key tile.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,13 +19,13 @@ from onchip.kernels.hopper.tile_scheduler import next_work_index, reset_counter
 
 @gluon.jit
 def load_pages(pipeline, i, desc, params, work_tile, n, page_stride):
-    """Fill slot i with key tile n, out of its pages."""
+    """Load key tile n as iteration i, page by page."""
     pages, seqlen = params.pages, params.seqlen
     kv_head = work_tile.head // seqlen.group_size
     start = 0
     if seqlen.HAS_LEFT:
         start = work_tile.row + work_tile.seqlen_k - work_tile.seqlen_q - seqlen.left
-    page_ids = pages.page_ids(i)  # all at once: each would cost a latency
+    page_ids = pages.page_ids(i)  # all at once: one by one, each would cost a latency
     pipeline.expect_parts(i, desc, pages.PARTS)
     for x in gl.static_range(pages.PARTS):
         at = pages.coord(
@@ -27,8 +36,8 @@ def load_pages(pipeline, i, desc, params, work_tile, n, page_stride):
 
 @gluon.jit
 def load_rows(pipeline, desc, params, work_tile, t):
-    """The rows of the t-th tile behind desc, a slot for each consumer. Queries are loaded even if
-    they see no key: their output may leave through their slots.
+    """Load the rows of the t-th tile through desc, one stage for each consumer. Queries that see no
+    key are loaded too: their output may leave through their stages.
     """
     CONSUMERS: gl.constexpr = params.cfg.CONSUMERS
     for c in gl.static_range(CONSUMERS):
@@ -40,15 +49,15 @@ def load_rows(pipeline, desc, params, work_tile, t):
 
 @gluon.jit
 def load_previous_out(out, params, work_tile, t):
-    """What the output of the t-th tile is merged into."""
+    """MERGE: load the output that the t-th tile is merged into."""
     if out.MERGE:
         load_rows(out.previous_out, out.ref, params, work_tile, t)
 
 
 @aggregate
 class ProducerState:
-    """The last ticket of a producer, how many it has given, and where it searches: see
-    tile_scheduler.find_tile.
+    """The last work index of a producer, the number of pushed items, and the position of the
+    search: see tile_scheduler.find_tile.
     """
 
     work_index: gl.tensor
@@ -59,6 +68,7 @@ class ProducerState:
 
 @gluon.jit
 def next_index(counter, params, work_index):
+    """The next work index of this program."""
     return next_work_index(
         counter, work_index, params.order.num_tiles, params.cfg.DYNAMIC, params.SPARSE
     )
@@ -66,9 +76,7 @@ def next_index(counter, params, work_index):
 
 @gluon.jit
 def push_work(counter, pipes, params, work_index, state):
-    """(place, drawn): the consumers are told where the queries of a ticket are, or those of the
-    next one that has any.
-    """
+    """(tile, state): push the tile of a work index, or the next one that has queries."""
     block, passed = state.block, state.passed
     if params.SPARSE:
         tile_index, block, passed = params.find_tile(work_index, block, passed)
@@ -84,11 +92,13 @@ def push_work(counter, pipes, params, work_index, state):
 
 @gluon.jit
 def push_next_work(counter, pipes, params, state):
+    """(tile, state) of the next work index."""
     return push_work(counter, pipes, params, next_index(counter, params, state.work_index), state)
 
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, out, counter, pipes, params):
+    """The producer's loop over tiles of queries, and over the key tiles of each."""
     seqlen, cfg, pages = params.seqlen, params.cfg, params.pages
     i = 0  # key tiles loaded
     t = 0  # tiles of queries loaded
@@ -130,11 +140,11 @@ def produce(q_desc, k_desc, v_desc, out, counter, pipes, params):
                 pipes.k.load(i, k_desc, at)
             if j == 0:
                 load_rows(pipes.q, q_desc, params, work_tile, t)
-            if j == gl.minimum(count - 1, pipes.k.num_stages):  # the last total can have left
+            if j == gl.minimum(count - 1, pipes.k.num_stages):  # the last output has been stored
                 load_previous_out(out, params, work_tile, t)
-            if j == gl.maximum(count - 2, 0):  # a ticket takes longer than a key tile
+            if j == gl.maximum(count - 2, 0):  # a draw takes longer than a key tile
                 after, state = push_next_work(counter, pipes, params, state)
-            pipes.k.wait_empty(i + 1)  # the next keys' slot, and that of these values: see Pipes
+            pipes.k.wait_empty(i + 1)  # then V[i]'s stage is free too: see ForwardPipelines
             if pages.SIZE:
                 load_pages(pipes.v, i, v_desc, params, work_tile, n, pages.page_stride_v)
             else:

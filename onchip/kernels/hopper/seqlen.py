@@ -1,4 +1,4 @@
-"""Sequence lengths and offsets of a call, dense or packed, and TMA coordinates of its rows."""
+"""Sequence lengths and offsets of a call, dense or packed, and the TMA coordinates of its rows."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,8 +8,9 @@ from onchip.kernels.hopper.aggregate import aggregate
 
 @aggregate
 class SeqlenInfo:
-    """The runtime shape of a call. Windows count from the diagonal; causal is a right side of 0. A
-    tile holds GROUP rows of each query, one for each of GROUP neighbouring heads.
+    """Lengths, offsets and window of a call. Windows count from the diagonal; causal means right =
+    0. PACKED: cu_seqlens has the offsets (varlen). GROUP > 1: a tile has GROUP rows for each query,
+    one for each of GROUP neighbouring query heads (FlashAttention's pack_gqa).
     """
 
     cu_seqlens_q: gl.tensor
@@ -29,8 +30,8 @@ class SeqlenInfo:
 
     @gluon.jit
     def sequence(self, batch):
-        """(first row of q, rows, first key, keys) of one sequence, within the tensors whatever
-        cu_seqlens says.
+        """(first row of q, seqlen_q, first key, seqlen_k) of one sequence. All lie inside of the
+        tensors, even if cu_seqlens is wrong.
         """
         q0, seqlen_q = self.q_range(batch)
         k0, seqlen_k = self.k_range(batch)
@@ -38,7 +39,7 @@ class SeqlenInfo:
 
     @gluon.jit
     def q_range(self, batch):
-        """(first row of q, rows) of one sequence."""
+        """(first row of q, seqlen_q) of one sequence."""
         if self.PACKED:
             return _load_range(self.cu_seqlens_q + batch, self.total_q)
         else:
@@ -46,7 +47,7 @@ class SeqlenInfo:
 
     @gluon.jit
     def k_range(self, batch):
-        """(first key, keys) of one sequence."""
+        """(first key, seqlen_k) of one sequence."""
         if self.PACKED:
             return _load_range(self.cu_seqlens_k + batch, self.total_k)
         else:
@@ -54,7 +55,7 @@ class SeqlenInfo:
 
     @gluon.jit
     def num_head_tiles(self):
-        """Of one batch entry: heads, or groups of them that share tiles."""
+        """Heads of one batch entry, or groups of heads that share tiles."""
         if self.GROUP == 1:
             return self.num_heads
         else:
@@ -62,6 +63,7 @@ class SeqlenInfo:
 
     @gluon.jit
     def first_head(self, batch_head):
+        """The first head of a tile."""
         if self.GROUP == 1:
             return batch_head % self.num_heads
         else:
@@ -69,7 +71,7 @@ class SeqlenInfo:
 
     @gluon.jit
     def query_rows(self, rows: gl.constexpr, layout: gl.constexpr):
-        """Whose rows a tile holds, from its first query on."""
+        """The query of each row of a tile, counted from the first query of the tile."""
         if self.GROUP == 1:
             return gl.arange(0, rows, gl.SliceLayout(1, layout))
         else:
@@ -77,7 +79,9 @@ class SeqlenInfo:
 
     @gluon.jit
     def coord(self, batch, head, first, length, row):
-        """Where a tile lies for TMA. Packed descriptors are ragged: see tensors.descriptor."""
+        """The TMA coordinates of rows of one head. Packed descriptors are ragged: see
+        tensors.descriptor.
+        """
         if self.PACKED:
             far: gl.constexpr = 1 << 30
             return [far, first + length, head, far - length + row, 0]
@@ -86,7 +90,7 @@ class SeqlenInfo:
 
     @gluon.jit
     def q_coord(self, batch, head, first, length, row):
-        """The same for rows of q and out: see tensors.grouped."""
+        """The TMA coordinates of rows of q and out: see tensors.gqa_descriptor."""
         if self.GROUP == 1:
             return self.coord(batch, head, first, length, row)
         elif self.PACKED:
@@ -98,7 +102,7 @@ class SeqlenInfo:
 
 @gluon.jit
 def _load_range(offsets, total):
-    """(first, how many) between two neighbours of cu_seqlens, whatever they say."""
+    """(first, count) between two neighbours of cu_seqlens, clamped to the tensor."""
     start = gl.minimum(gl.maximum(gl.load(offsets), 0), total)
     stop = gl.minimum(gl.maximum(gl.load(offsets + 1), start), total)
     return start, stop - start
@@ -106,7 +110,7 @@ def _load_range(offsets, total):
 
 @gluon.jit
 def padded_tile(seqlen, total, num_sequences, batch, head, first, length, TILE: gl.constexpr):
-    """Number of the first tile of a sequence of queries in buffers where every sequence of every
+    """Index of the first tile of a sequence of queries, in buffers where every sequence of every
     head starts a new tile.
     """
     if seqlen.PACKED:

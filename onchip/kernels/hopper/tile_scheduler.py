@@ -1,4 +1,9 @@
-"""Which tile of queries a program takes next."""
+"""The tile scheduler: which tile of queries a persistent program computes next.
+
+Static: program p computes the work indices p, p + P, p + 2P, ... for P programs. Dynamic: the
+producer draws the next work index from an atomic counter. Example: 300 tokens, one head and tiles
+of 128 are the work indices 0, 1, 2; a causal call visits the tiles 2, 1, 0, the longest rows first.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,9 +14,9 @@ from onchip.kernels.hopper.pipeline import LANES
 
 @aggregate
 class TileOrder:
-    """Tiles of queries in the order they are handed out: sections of heads whose K and V fit the
-    L2; in a section the longest rows of all its heads first (those of a causal call, and as good a
-    guess as any for a mask), or head after head.
+    """The order of query tiles. Heads are grouped so that K and V of l2_group heads fit the L2.
+    Within a group the longest rows of all heads come first (causal calls, and a good guess for
+    masks), or one head after another.
     """
 
     tiles_m: gl.tensor
@@ -21,7 +26,7 @@ class TileOrder:
 
     @gluon.jit
     def locate(self, work_index):
-        """(tile of queries, batch * num_heads + head) of a ticket."""
+        """(tile of queries, batch * num_heads + head) of a work index."""
         if self.LONGEST_FIRST:
             per_section = self.tiles_m * self.l2_group
             l2_group = work_index // per_section
@@ -36,12 +41,12 @@ class TileOrder:
 
 @gluon.jit
 def find_tile(seqlen, order, batch, number, block, passed, ROWS: gl.constexpr):
-    """(ticket, block, passed): where among all tickets the number-th tile of packed queries is that
-    exists, of ROWS queries each; the tiles of a sequence come last first, for all its heads one
-    after another. A ticket too many if there are not as many.
+    """(work index, block, passed) of the number-th existing tile of packed queries, ROWS queries
+    each. The tiles of a sequence come last first, for all heads one after another. If there are not
+    that many tiles, the work index is num_tiles.
 
-    `passed` tiles lie before the 32 sequences from `block` on, in which the last one was found:
-    numbers rise, so that a producer counts no sequence twice.
+    `passed` tiles precede the 32 sequences from `block` on, in which the last tile was found.
+    Numbers only rise, so a producer counts each sequence once.
     """
     num_head_tiles = seqlen.num_head_tiles()
     tile = number // num_head_tiles
@@ -58,13 +63,17 @@ def find_tile(seqlen, order, batch, number, block, passed, ROWS: gl.constexpr):
     work_index = (
         (sequence * num_head_tiles + number % num_head_tiles) * order.tiles_m + stop - 1 - tile
     )
-    exists = (sequence < batch) & (number < order.num_tiles)  # bad lengths have more than were cut
+    exists = (sequence < batch) & (
+        number < order.num_tiles
+    )  # wrong lengths may have more tiles than the launch
     return gl.where(exists, work_index, order.num_tiles), block, passed
 
 
 @gluon.jit
 def _scan_tile_counts(seqlen, batch, block, ROWS: gl.constexpr):
-    """Tiles of queries up to and with each of 32 sequences from `block` on, in the lanes."""
+    """Inclusive prefix sums of the query tiles of 32 sequences from `block` on, one
+    in each lane.
+    """
     b = block + gl.arange(0, 32, LANES)
     _, seqlen_q = seqlen.q_range(gl.minimum(b, batch - 1))
     tiles = gl.where(b < batch, (seqlen_q + ROWS - 1) // ROWS, 0)
@@ -80,15 +89,14 @@ def plus(a, b):
 def next_work_index(
     counter, work_index, num_tiles, DYNAMIC: gl.constexpr, SPARSE: gl.constexpr = False
 ):
-    """The ticket after this one, num_tiles or more if there is none. Each of num_tiles tickets
-    leads to one draw, and the last draw leaves the counter as the launch found it, at 0 (SPARSE:
-    see end_sparse). With a program for each tile nobody draws: it is not touched, and may be
-    anything.
+    """The next work index; num_tiles or more if there is none. Each work index leads to one draw,
+    and the last draw resets the counter to 0, the state in which the launch found it (SPARSE: see
+    reset_counter). With one program per tile the counter is not used and may have any value.
     """
     if DYNAMIC:
         work_index = num_tiles
         if num_tiles > gl.num_programs(0):
-            count = gl.atomic_add(counter, 1, sem="relaxed")  # a number, and no data behind it
+            count = gl.atomic_add(counter, 1, sem="relaxed")  # relaxed: no data depends on it
             if not SPARSE:
                 gl.store(counter, 0, mask=count == num_tiles - 1)
             work_index = count + gl.num_programs(0)
@@ -99,11 +107,11 @@ def next_work_index(
 
 @gluon.jit
 def reset_counter(counter, num_tiles):
-    """Where lengths decide how often programs draw, and may be wrong, the last program to end
-    leaves the counter at 0, and so the number of those that have ended, which lies behind it.
+    """The last program to end resets the counter, and the count of ended programs behind it. Used
+    where lengths decide how often programs draw: wrong lengths must not leave a counter behind.
     """
     if num_tiles > gl.num_programs(0):
-        ended = gl.atomic_add(counter + 1, 1)  # after all of its draws
+        ended = gl.atomic_add(counter + 1, 1)  # after all draws of this program
         is_last = ended == gl.num_programs(0) - 1
         gl.store(counter, 0, mask=is_last)
         gl.store(counter + 1, 0, mask=is_last)
