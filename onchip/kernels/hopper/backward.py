@@ -1,13 +1,30 @@
-"""FlashAttention's backward on Hopper in Gluon: a program owns a tile of keys and walks over the
+"""FlashAttention's backward on Hopper, in Gluon: a program owns a tile of keys and visits the
 queries that see it.
 
-Two consumer warpgroups own half of the keys each. Scores are transposed, (keys, queries), so that p
-and ds are the left operands of dv += p dout and dk += ds q in the registers they were computed in.
-ds also meets in shared memory, where each consumer reads all of it for its part of dq = ds k; that
-part leaves by bulk reduce-add into an fp32 accumulator (see launch_backward.finish_kernel).
+  producer warp                            consumer warpgroups 0, 1: 64 keys each
+  TMA K, V of the key tile -- k, v.full --> (stay in shared memory)
+  TMA Q[i], lse, delta ------ q.full -----> S^T = K Q[i]            P^T = exp2(S^T - lse)
+  TMA dO[i] ----------------- dout.full --> dP^T = V dO[i]          dV += P^T dO[i]
+                                            dS^T = P^T (dP^T - delta) -> smem (Exchange)
+                                            dK += dS^T Q[i]
+                                            dQ part = dS K -> smem -> TMA reduce-add (fp32)
+            <---- q.empty ----------------  release Q[i] (and with it lse, delta, dO[i])
+            <---- k.empty ----------------  after the last query tile: store dK, dV
 
-Tensor cores are kept busy across tiles: scores of tile i + 1 are computed before dq and dk of tile
-i, so that its exponentials hide under them; v dout of tile i + 1 follows, and hides the leaving dq.
+Scores are transposed, (keys, queries). So p and ds are the left operands of dv += p dout and dk +=
+ds q, in the registers in which they were computed. ds is also exchanged through shared memory,
+where each consumer reads all of it for its part of dq = ds k. That part is added to an fp32
+accumulator by bulk reduce-add (see launch_backward.finish_kernel).
+
+The tensor cores stay busy across tiles: scores of tile i + 1 are computed before dq and dk of tile
+i, which hide its exponentials. v dout of tile i + 1 follows, and hides the store of dq.
+
+Worked shape: batch 1, 1 head, 300 tokens, causal, head_dim 128: key tiles of 128 and query tiles of
+64. The keys 0..127 are seen by the 5 query tiles 0..4: 0 and 1 are cut by the diagonal, 4 by the
+end (44 of 64 queries exist), 2 and 3 are full. Masked tiles come first: 0, 1, 4, then 2, 3.
+
+examples/versions has no backward; docs/kernels.md derives it. backward_split.py computes one
+gradient at a time, deterministically, and at head_dim 256.
 """
 
 from triton.experimental import gluon
@@ -40,7 +57,9 @@ from onchip.kernels.hopper.tile_scheduler import TileOrder, next_work_index
 
 @aggregate
 class BackwardPipelines:
-    """What producer and consumers share. Releasing q stands for rows and dout, k for v."""
+    """Pipelines between producer and consumers. Releasing q also releases rows and dout; releasing
+    k also releases v.
+    """
 
     q: Pipeline
     rows: LinkedStages
@@ -52,6 +71,7 @@ class BackwardPipelines:
 
     @gluon.jit
     def close(self):
+        """Invalidate all barriers."""
         self.q.close()
         self.dout.close()
         self.k.close()
@@ -62,9 +82,9 @@ class BackwardPipelines:
 
 @aggregate
 class BackwardConfig:
-    """DQ: dq is computed, too. ADD: dk and dv are added to what is there. S is the layout of scores
-    (64 keys, 64 queries) and of a part of dq (64 queries, 64), G that of dk and dv (64 keys,
-    WIDTH), A that of p and ds on the left of their products.
+    """DQ: dq is computed too. ADD: dk and dv are added to memory. Layouts: S of scores (64 keys, 64
+    queries) and of a part of dq (64 queries, 64), G of dk and dv (64 keys, WIDTH), A of p and ds as
+    left operands.
     """
 
     TILE_M: gl.constexpr
@@ -93,7 +113,9 @@ class BackwardConfig:
 
 @aggregate
 class BackwardParams:
-    """`mirror` is the shape of the transposed problem: keys ask which queries see them."""
+    """The call. `mirror`: the call with queries and keys exchanged, which gives the queries that
+    see a key.
+    """
 
     seqlen: SeqlenInfo
     mirror: SeqlenInfo
@@ -106,8 +128,8 @@ class BackwardParams:
 
     @gluon.jit
     def work_tile(self, work_index):
-        """(batch, kv_head, first key) of a ticket: the first keys, which causal rows see most of,
-        come first.
+        """(batch, kv_head, first key) of a work index. The first keys come first: in a causal call
+        most queries see them.
         """
         tile, batch_head = self.order.locate(work_index)
         kv_heads = self.seqlen.num_heads // self.seqlen.group_size
@@ -116,7 +138,9 @@ class BackwardParams:
 
     @gluon.jit
     def padded_tile(self, batch, head, q0):
-        """Number of the first tile of queries in rows (lse and delta) and in the accumulator."""
+        """Index of the first query tile of a head in `rows` (lse and delta) and in the accumulator
+        of dq.
+        """
         seqlen = self.seqlen
         return padded_tile(seqlen, seqlen.total_q, self.num_sequences, batch, head, q0,
                            seqlen.seqlen_q, self.cfg.TILE_M)  # fmt: skip
@@ -124,7 +148,7 @@ class BackwardParams:
 
 @aggregate
 class GradOutput:
-    """Where gradients go; `slots` is one consumer's shared memory for each."""
+    """Descriptors of the gradients; `smem` has one buffer for each consumer."""
 
     dq: tensor_descriptor
     dk: tensor_descriptor
@@ -134,21 +158,21 @@ class GradOutput:
 
 @aggregate
 class QueryWalk:
-    """The tiles of queries that see a tile of keys: first the `masked` ones, cut by the band or by
-    an end, then the whole ones; or as a mask lists them.
+    """The query tiles that see a tile of keys: first the num_masked ones, cut by the window or an
+    end, then the full ones; or as a mask lists them.
     """
 
     lo: gl.tensor
     full_lo: gl.tensor
     full_hi: gl.tensor
-    mask_scores: gl.tensor
+    num_masked: gl.tensor
     count: gl.tensor
     entries: BlockEntries
 
     @gluon.jit
     def tile(self, params, j):
-        """(the tile of queries visited j-th: lo ... full_lo, full_hi ... hi, full_lo ... full_hi;
-        its bit tile or -1).
+        """(the j-th query tile, its bit tile or -1). The order is lo ... full_lo, full_hi ... hi,
+        full_lo ... full_hi.
         """
         if params.blocks.ON:
             return params.blocks.tile(self.entries, j, params.cfg.TILE_M)
@@ -156,16 +180,16 @@ class QueryWalk:
             before = self.full_lo - self.lo
             cut = gl.where(j < before, self.lo + j, self.full_hi + j - before)
             return gl.where(
-                j < self.mask_scores, cut, self.full_lo + j - self.mask_scores
+                j < self.num_masked, cut, self.full_lo + j - self.num_masked
             ), self.lo * 0 - 1
 
 
 @gluon.jit
 def make_walk(params, batch, head, col, seqlen_q, seqlen_k):
-    """The Walk of the queries of one head over the keys from `col` on."""
+    """The query tiles of one head that see the keys from `col` on."""
     TILE_N: gl.constexpr = params.cfg.TILE_N
     blocks = get_block_range(params.mirror, col, TILE_N, seqlen_k, seqlen_q, params.cfg.TILE_M)
-    # keys past the end are zeros, but exp(0 - lse) may be infinite: mask all tiles of such keys
+    # Keys past the end are zeros, but exp(0 - lse) may be infinite: mask all tiles of such keys.
     inside = col + TILE_N <= seqlen_k
     full_hi = gl.where(inside, blocks.full_hi, blocks.lo)
     full_lo = gl.where(inside, blocks.full_lo, blocks.lo)
@@ -179,7 +203,7 @@ def make_walk(params, batch, head, col, seqlen_q, seqlen_k):
 
 @aggregate
 class BackwardTile:
-    """One head's queries against one consumer's keys, the first of which is `col`."""
+    """The queries of one head against the keys of one consumer, from key `col` on."""
 
     walk: QueryWalk
     col: gl.tensor
@@ -190,6 +214,7 @@ class BackwardTile:
 
 @gluon.jit
 def load_keys(pipes, t, k_desc, v_desc, at):
+    """Load the t-th tile of keys and values."""
     pipes.k.wait_empty(t)
     pipes.k.load(t, k_desc, at)
     pipes.v.load(t, v_desc, at)
@@ -197,6 +222,7 @@ def load_keys(pipes, t, k_desc, v_desc, at):
 
 @gluon.jit
 def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, params):
+    """The producer's loop over key tiles, and over the query tiles of each."""
     seqlen, cfg = params.seqlen, params.cfg
     DOUT_LAG: gl.constexpr = pipes.q.num_stages - pipes.dout.num_stages
     i = 0  # query tiles loaded
@@ -227,7 +253,7 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, params
                     pipes.q.load_with(i, q_desc, at, pipes.rows, rows_desc, tile_coord)
                     if not params.blocks.ON and g + j == 0:
                         load_keys(pipes, t, k_desc, v_desc, keys_at)
-                    pipes.q.wait_empty(i + DOUT_LAG)  # stands for dout: see Pipes
+                    pipes.q.wait_empty(i + DOUT_LAG)  # releases dout too: see BackwardPipelines
                     pipes.dout.load(i, dout_desc, at)
                     i += 1
             t += 1
@@ -238,7 +264,7 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, params
 
 @gluon.jit
 def start_qk(pipes, i, SUB: gl.constexpr, C: gl.constexpr, reused):
-    """Start k q of 64 queries of filling i, transposed, in the registers of `dead`."""
+    """Start S^T = K Q of 64 queries of iteration i, in the registers of `reused`."""
     k = pipes.k.opaque_stage(0, i).slice(C * 64, 64, 0)
     q = pipes.q.stage(i).slice(SUB * 64, 64, 0)
     return warpgroup_mma(k, q.permute((1, 0)), reused, use_acc=False, is_async=True)
@@ -246,7 +272,7 @@ def start_qk(pipes, i, SUB: gl.constexpr, C: gl.constexpr, reused):
 
 @gluon.jit
 def start_dp(pipes, i, SUB: gl.constexpr, C: gl.constexpr, reused):
-    """Start v dout of 64 queries of filling i, transposed, in the registers of `dead`."""
+    """Start dP^T = V dO of 64 queries of iteration i, in the registers of `reused`."""
     v = pipes.v.opaque_stage(0, i).slice(C * 64, 64, 0)
     dout = pipes.dout.stage(i).slice(SUB * 64, 64, 0)
     return warpgroup_mma(v, dout.permute((1, 0)), reused, use_acc=False, is_async=True)
@@ -254,8 +280,8 @@ def start_dp(pipes, i, SUB: gl.constexpr, C: gl.constexpr, reused):
 
 @gluon.jit
 def start_dq_part(pipes, params, i, C: gl.constexpr, reused):
-    """Start this consumer's 64 x 64 of dq = ds k, in the registers of `dead`: half of the columns
-    of 64 queries, or half of 128 queries.
+    """Start this consumer's 64 x 64 part of dq = ds k, in the registers of `reused`: half of the
+    columns of 64 queries, or half of 128 queries.
     """
     k = pipes.k.opaque_stage(0, i)
     ds = pipes.ds.take(i)
@@ -268,9 +294,9 @@ def start_dq_part(pipes, params, i, C: gl.constexpr, reused):
 
 @gluon.jit
 def to_fragment_order(dq):
-    """dq (64, 64) as (128, 32) in the order registers hold it: 16 bytes of each lane of a warp
-    beside each other, so that shared memory is written without conflicts. Inverse:
-    launch_backward.finish_kernel.
+    """dq (64, 64) as (128, 32), in the order in which registers hold it: 16 bytes of each lane of a
+    warp are neighbours, so that shared memory is written without bank conflicts.
+    launch_backward.finish_kernel inverts it.
     """
     split = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, half, lane // 4 | register, lane % 4, pair
     return split.permute((0, 3, 2, 4, 1, 5)).reshape([128, 32])
@@ -278,7 +304,9 @@ def to_fragment_order(dq):
 
 @gluon.jit
 def load_row_stats(pipes, params, i, SUB: gl.constexpr, WHICH: gl.constexpr):
-    """lse (0) or delta (1) of 64 queries of filling i, along the columns of transposed scores."""
+    """lse (0) or delta (1) of 64 queries of iteration i, along the columns of the transposed
+    scores.
+    """
     cfg = params.cfg
     rows = pipes.rows.stage(i).slice(WHICH * cfg.TILE_M + SUB * 64, 64, 0)
     return rows.load(gl.SliceLayout(0, cfg.S))[None, :]
@@ -286,12 +314,13 @@ def load_row_stats(pipes, params, i, SUB: gl.constexpr, WHICH: gl.constexpr):
 
 @gluon.jit
 def compute_p(pipes, params, s, i, SUB: gl.constexpr):
+    """p from scores and lse."""
     return gl.exp2(s * params.scale.scale_log2 - load_row_stats(pipes, params, i, SUB, 0))
 
 
 @gluon.jit
 def mask_scores(params, work_tile, s, row):
-    """s of the 64 queries from `row` on with -inf outside the band and past both ends."""
+    """s of the 64 queries from `row` on, with -inf outside of the window and past both ends."""
     S: gl.constexpr = params.cfg.S
     s = apply_window(
         params.mirror, s, work_tile.col, row, work_tile.seqlen_k, work_tile.seqlen_q, S
@@ -304,8 +333,8 @@ def mask_scores(params, work_tile, s, row):
 def finish_scores(
     pipes, params, work_tile, s, i, tile, bits, SUB: gl.constexpr, MASKED: gl.constexpr
 ):
-    """What of the scores is carried on to the gradients: p, or with a softcap the bent scores that
-    both p and the slope of the bend follow from.
+    """What is carried from the scores to the gradients: p; with softcap the capped scores, from
+    which p and the derivative of the cap follow.
     """
     s = params.scale.apply_softcap(s)
     row = tile * params.cfg.TILE_M + SUB * 64
@@ -333,16 +362,16 @@ def finish_scores(
 @gluon.jit
 def step(out, pipes, params, work_tile, c, dp_next, dk, dv, i, tile, next_tile, next_bits,
          SUB: gl.constexpr, MASKED: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """Add 64 queries of filling i to dk, dv and dq, and start the next 64 unless LAST. c is
-    `carried`, dp_next the running product v dout of these queries.
+    """Add 64 queries of iteration i to dk, dv and dq, and start the next 64 unless LAST. c is the
+    result of finish_scores, dp_next the running product v dout of these queries.
 
-    Products run in the order dv, dq, dk, next scores, next v dout: the first hides ds, the third
-    the leaving dq, the last the exponentials. Where each result lies in registers is chosen
-    (`dead`): left to itself the compiler finds other places, and spills.
+    The products run in the order dv, dq, dk, next scores, next v dout. The first hides ds, the
+    third the store of dq, the last the exponentials. The registers of each result are chosen
+    (`reused`): otherwise the compiler takes others, and spills.
     """
     cfg = params.cfg
     dtype: gl.constexpr = pipes.q.smem.dtype
-    FINAL: gl.constexpr = SUB == cfg.TILE_M // 64 - 1  # the filling is used up, and its dq complete
+    FINAL: gl.constexpr = SUB == cfg.TILE_M // 64 - 1  # the last of the tile: dq complete
     NEXT: gl.constexpr = 0 if FINAL else SUB + 1
     SENDS: gl.constexpr = FINAL and cfg.DQ
     QUERIES: gl.constexpr = 1 if SENDS else 0  # products of dq in flight
@@ -355,8 +384,8 @@ def step(out, pipes, params, work_tile, c, dp_next, dk, dv, i, tile, next_tile, 
     dv_next = warpgroup_mma(p_left, dout, dv, is_async=True)
     ds = p * (dp - load_row_stats(pipes, params, i, SUB, 1))
     if params.scale.SOFTCAP:
-        bent = gl.maximum(c, -1.0)  # -inf where hidden
-        ds = ds * (1.0 - bent * bent)
+        capped = gl.maximum(c, -1.0)  # c is -inf at hidden scores
+        ds = ds * (1.0 - capped * capped)
     ds = ds.to(dtype)
     if cfg.DQ:
         pipes.ds.put(i, C * 64, SUB * 64, ds)
@@ -394,7 +423,7 @@ def step(out, pipes, params, work_tile, c, dp_next, dk, dv, i, tile, next_tile, 
 
 @gluon.jit
 def fold_head(out, pipes, params, work_tile, dk, dv, i, C: gl.constexpr):
-    """Add all queries of one head that see these keys: fillings i ... i + walk.count."""
+    """Add all queries of one head that see these keys: iterations i ... i + walk.count - 1."""
     walk, cfg = work_tile.walk, params.cfg
     END: gl.constexpr = cfg.TILE_M // 64 - 1
     tile, bits = walk.tile(params, 0)
@@ -410,10 +439,8 @@ def fold_head(out, pipes, params, work_tile, dk, dv, i, C: gl.constexpr):
                                   bits, u, True, False, C)  # fmt: skip
     whole = 1
     if not params.blocks.ON:
-        whole = gl.maximum(walk.mask_scores, 1)
-        for j in range(
-            1, walk.mask_scores
-        ):  # next come tiles cut by the diagonal, the window, an end
+        whole = gl.maximum(walk.num_masked, 1)
+        for j in range(1, walk.num_masked):  # tiles cut by the diagonal, the window or an end
             after, bits = walk.tile(params, j)
             c, dp_next, dk, dv = step(out, pipes, params, work_tile, c, dp_next, dk, dv, i, tile,
                                       after, bits, END, True, False, C)  # fmt: skip
@@ -422,7 +449,7 @@ def fold_head(out, pipes, params, work_tile, dk, dv, i, C: gl.constexpr):
             for u in gl.static_range(END):
                 c, dp_next, dk, dv = step(out, pipes, params, work_tile, c, dp_next, dk, dv, i,
                                           tile, tile, bits, u, True, False, C)  # fmt: skip
-    for j in range(whole, walk.count):  # next come whole tiles, or those that a mask lists
+    for j in range(whole, walk.count):  # full tiles, or the tiles that a mask lists
         after, bits = walk.tile(params, j)
         c, dp_next, dk, dv = step(out, pipes, params, work_tile, c, dp_next, dk, dv, i, tile, after,
                                   bits, END, False, False, C)  # fmt: skip
@@ -438,7 +465,7 @@ def fold_head(out, pipes, params, work_tile, dk, dv, i, C: gl.constexpr):
 
 @gluon.jit
 def store_keys(desc, at, stage, value, ADD: gl.constexpr):
-    """64 keys of dk or dv, through the shared memory of dq; in halves if unrounded."""
+    """Store 64 keys of dk or dv through the shared memory of dq; fp32 in halves."""
     if desc.dtype == gl.float32:
         store_halves(desc, at, stage, value, ADD)
     else:
@@ -447,6 +474,7 @@ def store_keys(desc, at, stage, value, ADD: gl.constexpr):
 
 @gluon.jit
 def consume(out, pipes, params, C: gl.constexpr):
+    """A consumer's loop over key tiles, and over the query tiles of each."""
     seqlen, cfg = params.seqlen, params.cfg
     i = 0  # query tiles seen
     t = 0  # key tiles seen

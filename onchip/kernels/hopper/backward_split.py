@@ -1,15 +1,28 @@
-"""The gradient of one operand at a time on Hopper: a program owns a tile of queries (dq) or of keys
-(dk, dv) and walks over the other side, so that every sum has one owner and one order.
+"""The backward of one operand at a time on Hopper: a program owns a tile of queries (dq) or of keys
+(dk, dv) and visits the other side, so that every sum has one owner and one order.
 
-Seven or eight products instead of backward.py's five, but nothing is added in memory: this is the
+  producer warp                        consumer warpgroups 0, 1: 64 own rows each
+  TMA a0, a1 of own rows - a0.full --> (stay in shared memory, or also in registers)
+  TMA b0[i], lse, delta -- b0.full --> s = a0 b0[i]
+  TMA b1[i] -------------- b1.full --> dp = a1 b1[i];  p = exp2(s - lse);  ds = p (dp - delta)
+            <---- b1.empty ----------  release b1[i]
+            <---- b0.empty ----------  acc += ds b0[i] (one iteration later), release b0[i]
+
+There are seven or eight products instead of backward.py's five, but no sum in memory. This is the
 deterministic backward, and the only one at head_dim 256, where dk and dv of a tile together do not
 fit the registers.
 
-`own` is the side whose gradient is computed: 64 rows of it per consumer stay in shared memory, a0
-(q or k) and a1 (dout or v); b0 (k or q) and b1 (v or dout) stream by. Scores are (own, other):
+The own side is the one for which the gradient is computed: 64 rows for each consumer stay in shared
+memory, a0 (q or k) and a1 (dout or v). b0 (k or q) and b1 (v or dout) stream past. Scores are (own,
+other):
   dq += ds k    from s = q k,  dp = dout v      a0, a1 = q, dout    b0, b1 = k, v
   dk += ds q    from s = k q,  dp = v dout      a0, a1 = k, v       b0, b1 = q, dout
   dv += p dout  from s = k q                    a0 = k              b0, b1 = q, dout
+
+Worked shape: batch 1, 1 head, 300 tokens, causal, dq at head_dim 128: own tiles of 128 queries, key
+tiles of 64. The queries 128..255 see the key tiles 0..3: 0 and 1 are full, 2 and 3 cut.
+
+backward.py computes all gradients in one kernel; docs/kernels.md derives both.
 """
 
 from triton.experimental import gluon
@@ -44,7 +57,9 @@ from onchip.kernels.hopper.tile_scheduler import TileOrder, next_work_index
 
 @aggregate
 class SplitPipelines:
-    """What producer and consumers share. rows (lse and delta of streamed queries) ride with b0."""
+    """Pipelines between producer and consumers. rows (lse and delta of streamed queries) arrive
+    with b0.
+    """
 
     a0: Pipeline
     a1: Pipeline
@@ -55,6 +70,7 @@ class SplitPipelines:
 
     @gluon.jit
     def close(self):
+        """Invalidate all barriers but those of a1."""
         self.a0.close()
         self.b0.close()
         self.b1.close()
@@ -63,9 +79,9 @@ class SplitPipelines:
 
 @aggregate
 class SplitConfig:
-    """KEYS: keys own the tile. VALUES: dv. HELD: a0 and a1 are kept in registers, too. S is the
-    layout of scores (64, TILE), G of the gradient (64, WIDTH), A of ds or p on the left of its
-    product, H of a0 and a1 on the left of theirs.
+    """KEYS: keys own the tile. VALUES: dv. OWN_IN_REGISTERS: a0 and a1 are kept in registers too.
+    Layouts: S of scores (64, TILE), G of the gradient (64, WIDTH), A of ds or p as the left
+    operand, H of a0 and a1 as left operands.
     """
 
     TILE: gl.constexpr
@@ -96,8 +112,8 @@ class SplitConfig:
 
 @aggregate
 class SplitTile:
-    """Rows of one head from `row` of their sequence on, first of all in the tensor `start`; the
-    other side's sequence begins at `start_other`.
+    """Rows of one head from `row` of their sequence on. The sequence begins at row `start` of the
+    tensor, that of the other side at `start_other`.
     """
 
     batch: gl.tensor
@@ -111,7 +127,9 @@ class SplitTile:
 
 @aggregate
 class SplitParams:
-    """`shape` is that of the call if queries own the tiles, else its mirror image."""
+    """The call. `seqlen` is that of the call if queries own the tiles, else with queries and keys
+    exchanged.
+    """
 
     seqlen: SeqlenInfo
     blocks: BlockMaskLists
@@ -124,13 +142,13 @@ class SplitParams:
 
     @gluon.jit
     def work_tile(self, work_index, C: gl.constexpr):
-        """The tile of a ticket, or from consumer C on."""
+        """The tile of a work index, from consumer C on."""
         seqlen = self.seqlen
         tile, batch_head = self.order.locate(work_index)
         heads = seqlen.num_heads
         if self.cfg.KEYS:
             heads = heads // seqlen.group_size
-            tile = self.order.tiles_m - 1 - tile  # causal: the first keys are seen most
+            tile = self.order.tiles_m - 1 - tile  # causal: most queries see the first keys
         batch = batch_head // heads
         start, length, start_other, length_other = seqlen.sequence(batch)
         return SplitTile(batch, batch_head % heads, tile * 128 + 64 * C, start, length, start_other,
@@ -138,11 +156,12 @@ class SplitParams:
 
     @gluon.jit
     def repeats(self):
-        """How many heads of the other side meet one of the own."""
+        """How many heads of the other side belong to one own head."""
         return self.seqlen.group_size if self.cfg.KEYS else 1
 
     @gluon.jit
     def other_head(self, work_tile, g):
+        """Head g of the other side."""
         if self.cfg.KEYS:
             return work_tile.head * self.seqlen.group_size + g
         else:
@@ -150,7 +169,7 @@ class SplitParams:
 
     @gluon.jit
     def query_tile(self, work_tile, g):
-        """Number of the first tile of queries in the buffer of lse and delta."""
+        """Index of the first query tile in the buffer of lse and delta."""
         seqlen, TILE = self.seqlen, self.cfg.TILE
         if self.cfg.KEYS:
             head = work_tile.head * seqlen.group_size + g
@@ -170,7 +189,7 @@ class SplitParams:
 @aggregate
 class OtherWalk:
     """`count` tiles of the other side that 128 rows see: from `lo` on, or as a mask lists them.
-    Those from full_lo up to full_hi are whole.
+    Those from full_lo to full_hi are full.
     """
 
     lo: gl.tensor
@@ -181,7 +200,7 @@ class OtherWalk:
 
 @gluon.jit
 def make_walk(params, work_tile, head):
-    """The Walk of the tile of 128 rows that a place lies in, and its block lists."""
+    """The tiles that the 128 rows around a tile see, and their block lists."""
     TILE: gl.constexpr = params.cfg.TILE
     first = work_tile.row // 128 * 128
     blocks = get_block_range(
@@ -197,7 +216,7 @@ def make_walk(params, work_tile, head):
 
 @gluon.jit
 def get_listed_tile(params, walk, entries, j):
-    """(the tile visited j-th, its bit tile or -1)."""
+    """(the j-th tile, its bit tile or -1)"""
     if params.blocks.ON:
         return params.blocks.tile(entries, j, params.cfg.TILE)
     else:
@@ -206,7 +225,7 @@ def get_listed_tile(params, walk, entries, j):
 
 @gluon.jit
 def mask_head(params, work_tile, g):
-    """The head whose plane of the mask counts: that of the queries."""
+    """The query head, which selects the plane of the mask."""
     if params.cfg.KEYS:
         return params.other_head(work_tile, g)
     else:
@@ -215,6 +234,7 @@ def mask_head(params, work_tile, g):
 
 @gluon.jit
 def produce(a0_desc, a1_desc, b0_desc, b1_desc, rows_desc, counter, pipes, params):
+    """The producer's loop over own tiles, and over the tiles of the other side."""
     seqlen, cfg = params.seqlen, params.cfg
     i = 0  # tiles of the other side loaded
     t = 0  # own tiles loaded
@@ -258,7 +278,7 @@ def produce(a0_desc, a1_desc, b0_desc, b1_desc, rows_desc, counter, pipes, param
 
 @aggregate
 class LseDelta:
-    """lse (base 2) and delta of own queries; without a meaning if keys own the tile."""
+    """lse (base 2) and delta of own queries; unused if keys own the tile."""
 
     lse: gl.tensor
     delta: gl.tensor
@@ -266,6 +286,7 @@ class LseDelta:
 
 @gluon.jit
 def load_own_stats(params, work_tile):
+    """lse and delta of 64 own queries."""
     cfg = params.cfg
     rows = work_tile.row + gl.arange(0, 64, gl.SliceLayout(1, cfg.S))
     if cfg.KEYS:
@@ -280,7 +301,7 @@ def load_own_stats(params, work_tile):
 
 @gluon.jit
 def row_stats(pipes, cfg, own, i, WHICH: gl.constexpr):
-    """lse (0) or delta (1) of the queries of filling i, or of the own, against scores."""
+    """lse (0) or delta (1) against scores: of the queries of iteration i, or of the own queries."""
     if cfg.KEYS:
         streamed = pipes.rows.stage(i).slice(WHICH * cfg.TILE, cfg.TILE, 0)
         return streamed.load(gl.SliceLayout(0, cfg.S))[None, :]
@@ -292,7 +313,7 @@ def row_stats(pipes, cfg, own, i, WHICH: gl.constexpr):
 
 @gluon.jit
 def mask_scores(params, work_tile, walk, s, n, bits):
-    """s with -inf where hidden. One branch in one loop: ds, carried in 16 bits from one loop to
+    """s with -inf at hidden scores. One branch in one loop: ds, carried in 16 bits from one loop to
     another, would be repacked in every iteration.
     """
     seqlen, blocks, cfg = params.seqlen, params.blocks, params.cfg
@@ -328,12 +349,15 @@ def mask_scores(params, work_tile, walk, s, n, bits):
 
 @gluon.jit
 def compute_p(pipes, params, own, s, i):
+    """p from scores and lse."""
     return gl.exp2(s * params.scale.scale_log2 - row_stats(pipes, params.cfg, own, i, 0))
 
 
 @gluon.jit
 def start_product(pipeline, a, iteration, b, i, cfg):
-    """Start a b of 64 own rows against TILE of the other side; a lies in registers if HELD."""
+    """Start a b of 64 own rows against TILE rows of the other side; a is in registers if
+    OWN_IN_REGISTERS.
+    """
     zero = gl.zeros([64, cfg.TILE], gl.float32, cfg.S)
     if cfg.OWN_IN_REGISTERS:
         return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -344,7 +368,7 @@ def start_product(pipeline, a, iteration, b, i, cfg):
 
 @gluon.jit
 def compute_ds(pipes, params, work_tile, walk, own, s, dp_next, i, n, bits):
-    """ds of filling i, ready for its product; dp_next is the last product in flight."""
+    """ds of iteration i as a left operand; dp_next is the last product in flight."""
     cfg = params.cfg
     t = mask_scores(params, work_tile, walk, params.scale.apply_softcap(s), n, bits)
     p = compute_p(pipes, params, own, t, i)
@@ -352,14 +376,14 @@ def compute_ds(pipes, params, work_tile, walk, own, s, dp_next, i, n, bits):
     pipes.b1.release(i)
     ds = p * (dp - row_stats(pipes, cfg, own, i, 1))
     if params.scale.SOFTCAP:
-        bent = gl.maximum(t, -1.0)  # -inf where hidden
-        ds = ds * (1.0 - bent * bent)
+        capped = gl.maximum(t, -1.0)  # t is -inf at hidden scores
+        ds = ds * (1.0 - capped * capped)
     return gl.convert_layout(ds.to(pipes.b0.smem.dtype), cfg.A)
 
 
 @gluon.jit
 def fold_ds(pipes, params, work_tile, iteration, a0, a1, own, acc, i, g):
-    """acc + ds b0 over all tiles of one head of the other side: ds b0 of tile i - 1, then s and dp
+    """acc + ds b0 over all tiles of one head of the other side. ds b0 of tile i - 1, then s and dp
     of tile i are in flight together; the exponentials run under dp.
     """
     cfg = params.cfg
@@ -435,6 +459,7 @@ def fold_p(pipes, params, work_tile, iteration, own, acc, i, g):
 
 @gluon.jit
 def consume(out_desc, pipes, params, C: gl.constexpr):
+    """A consumer's loop over own tiles, and over the tiles of the other side."""
     seqlen, cfg = params.seqlen, params.cfg
     i = 0  # tiles of the other side seen
     t = 0  # own tiles seen
@@ -471,7 +496,7 @@ def consume(out_desc, pipes, params, C: gl.constexpr):
             else:
                 store_tile(out_desc, at, stage, (acc * params.factor).to(out_desc.dtype))
             store_wait(0)
-            pipes.a0.release(iteration)  # and a1: both are loaded together
+            pipes.a0.release(iteration)  # and a1, which is loaded with it
             t += 1
         if cfg.DYNAMIC:
             num_popped += 1
@@ -499,7 +524,9 @@ def backward_split_kernel(
     B0_STAGES: gl.constexpr, B1_STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """left, right and lengths as the own side sees them: for keys, those of queries exchanged."""
+    """left, right and lengths are those of the own side: for keys, queries and keys
+    are exchanged.
+    """
     cfg = SplitConfig(TILE, WIDTH, KEYS, VALUES, OWN_IN_REGISTERS, DYNAMIC)
     seqlen = SeqlenInfo(cu_seqlens, cu_seqlens_other, length, length_other, total, total_other,
                         num_heads, group_size, left, right, PACKED, HAS_LEFT,

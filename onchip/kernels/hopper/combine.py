@@ -1,5 +1,5 @@
-"""Where decoding on Hopper leaves its results, and the states of sequences that several of its
-programs share: whoever finds all of them there merges them.
+"""Results of decoding, and the merge of partial states (FlashAttention's combine kernel). It is not
+a launch of its own: the program that finds all partial states of a sequence complete merges them.
 """
 
 from triton.experimental import gluon
@@ -10,15 +10,13 @@ from onchip.kernels.hopper.pipeline import sync_partition
 from onchip.kernels.hopper.softmax import LN2, LOG2E
 
 WARPS = gl.constexpr(4)  # of a consumer
-MERGE_BATCH = gl.constexpr(
-    16
-)  # states that a merge loads together: one by one, each would cost a latency
+MERGE_BATCH = gl.constexpr(16)  # states loaded together: one by one, each would cost a latency
 
 
 @aggregate
 class DecodeOutput:
-    """Results, and the scratch memory of states: slot range + b of each kv head is the state that a
-    range has of sequence b. flags: `nonce` where a state is there.
+    """Results, and scratch memory for partial states. Slot range + b of each kv head is the state
+    that a range has of sequence b. flags: `nonce` where a state is complete.
     """
 
     out: gl.tensor
@@ -30,13 +28,15 @@ class DecodeOutput:
     nonce: gl.tensor
     num_heads: gl.tensor
     dim: gl.tensor
-    GROUP: gl.constexpr  # heads of a kv head
+    GROUP: gl.constexpr  # query heads of a kv head
     HAS_SINKS: gl.constexpr
-    MOST: gl.constexpr  # ranges
+    MOST: gl.constexpr  # upper bound of the number of ranges
 
     @gluon.jit
     def store(self, b, kv_head, seqlen_q, r0, m, l, acc, layout: gl.constexpr):
-        """The result of the rows from r0 on: m, l of rows, acc (rows, dims) in `layout`."""
+        """Store the result of the rows from r0 on: m and l of rows, acc (rows, head_dim) in
+        `layout`.
+        """
         r = r0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
         d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
         inside = r < seqlen_q * self.GROUP
@@ -51,7 +51,7 @@ class DecodeOutput:
             m = top
         work_tile = (b.to(gl.int64) * self.num_heads + head) * seqlen_q + query
         gl.store(self.lse + work_tile, (m + gl.log2(l)) * LN2, mask=inside)
-        acc = acc * (1.0 / gl.where(l == 0.0, 1.0, l))[:, None]  # such a row has seen nothing
+        acc = acc * (1.0 / gl.where(l == 0.0, 1.0, l))[:, None]  # l = 0: the row saw no key
         row = (b.to(gl.int64) * seqlen_q + query) * self.num_heads + head
         cells = self.out + row[:, None] * self.dim + d[None, :]
         mask = inside[:, None] & (d < self.dim)[None, :]
@@ -59,7 +59,7 @@ class DecodeOutput:
 
     @gluon.jit
     def store_partial(self, slot, rows, m, l, acc, layout: gl.constexpr):
-        """A state at rest, its lse in base 2."""
+        """Store a normalised partial state, with lse in base 2."""
         r = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
         d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
         at = slot.to(gl.int64) * rows + r
@@ -70,9 +70,10 @@ class DecodeOutput:
 
     @gluon.jit
     def complete(self, slot, first, stride, count):
-        """Say that the state in `slot` is there; whether all `count` are, from slot `first` on.
-        Several programs may find so, and do the same. Flags are read by writing to them, so that of
-        two programs one sees the other's. They are left cleared for the next call over this memory.
+        """Set the flag of `slot`, and return whether all `count` states from slot `first` on are
+        complete. Several programs may find so, and store the same result. Flags are read by atomic
+        adds, so that of two programs at least one sees the other's. They are cleared for the next
+        call that uses this memory.
         """
         k = gl.arange(0, self.MOST, gl.BlockedLayout([self.MOST // 128], [32], [4], [0]))
         flags = self.flags + first + k * stride
@@ -89,7 +90,7 @@ class DecodeOutput:
 
     @gluon.jit
     def merge(self, b, kv_head, seqlen_q, first, stride, count, D: gl.constexpr):
-        """Fold `count` states, from slot `first` on, into the result."""
+        """Merge `count` states, from slot `first` on, into the result."""
         S: gl.constexpr = gl.BlockedLayout(
             [MERGE_BATCH, 1, D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0]
         )

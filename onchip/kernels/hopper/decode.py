@@ -1,12 +1,26 @@
-"""Few queries over many keys on Hopper: the query heads of a group share one tile of rows, and keys
-stream by, side by side or out of their pages. Memory sets the pace.
+"""Decoding on Hopper: few queries over many keys (FlashDecoding's split-KV), dense or paged.
 
-The work is all tiles of keys of all sequences, in order, cut into even ranges; a range is one
-program for each kv head. Those run side by side, because the heads of a token are neighbours in
-memory. A sequence that several ranges share leaves a state in each of them, and the program that
-finds all of them there merges them: a second launch would cost more than the merge.
+  program (range r, kv head h)
+  producer warp                                consumer warpgroup, 4 warps
+  page ids: IndexPrefetch, 6 tiles ahead       queries of the next sequence: async copy to smem
+  TMA K[i], V[i] ------ full ----------------> warp w: S = Q K[i, 16w..16w+15]  (mma.sync)
+                 <----- empty ---------------- P = exp2(S - m), O += P V        (mma.sync)
+                                               end of a sequence: the states of 4 warps are merged
+                                               whole sequence: store; else: store a partial state,
+                                               and the last program to finish merges (combine.py)
 
-Each warp of the consumer folds its own 16 keys of every tile; their states meet at the end.
+The query heads of a kv head share one tile of 16 rows, and keys stream past it: memory bandwidth
+sets the pace. The work is all key tiles of all sequences, in order, split into even ranges. A range
+has one program for each kv head. These run at the same time, because the heads of a token are
+neighbours in memory. A sequence that several ranges share leaves a partial state in each of them.
+The program that finds all of them complete merges them: a second launch would cost more than the
+merge.
+
+Worked shape: batch 1, 1 query, 300 keys, 8 query heads on 2 kv heads: 4 of 16 rows are used. 300
+keys are 5 tiles of 64. Ranges have at least 256 keys (4 tiles), so there is one range and no merge.
+With 3,000 keys (47 tiles) there would be 11 ranges of 4 or 5 tiles, for each kv head.
+
+examples/versions/v2.py shows the fold over key tiles; docs/kernels.md explains split-KV.
 """
 
 from triton.experimental import gluon
@@ -38,20 +52,21 @@ from onchip.kernels.hopper.pipeline import (
 from onchip.kernels.hopper.softmax import SoftmaxScale
 from onchip.kernels.hopper.tile_scheduler import plus
 
-ROWS = gl.constexpr(16)  # of a product: queries x heads of a group, the rest is padding
-KEYS = gl.constexpr(16)  # of a warp in a tile
+ROWS = gl.constexpr(16)  # of a product: queries x heads of a group, then padding
+KEYS = gl.constexpr(16)  # of one warp in a tile
 TILE_N = gl.constexpr(64)
-THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of the consumer
-SWITCH_COST = gl.constexpr(4)  # tiles that stream by while a program turns to another sequence
-# What is read before and after the wait for the call before: the L1 would hold on to the first.
+THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # the consumer
+SWITCH_COST = gl.constexpr(4)  # tiles that load while a program switches sequences
+# Read before and after the wait for the previous kernel. The L1 would keep the older value.
 PAST_L1 = gl.constexpr(".cg")
-ALIGN = gl.constexpr(8)  # numbers of 16 bytes: strides and head_dim are multiples of it
+ALIGN = gl.constexpr(8)  # elements in 16 bytes; strides and head_dim are multiples of it
 
 
 @aggregate
 class DecodeSeqlens:
-    """The sequences of a call. Paged ones have the lengths of cache_seqlens, others seqlen_k keys.
-    Windows count from the diagonal. `known`: those of cache_seqlens, for all warps to agree on.
+    """The sequences of a call. Paged ones have the lengths in cache_seqlens, dense ones seqlen_k
+    keys. Windows count from the diagonal. `cached`: cache_seqlens in shared memory, so that all
+    warps use the same values.
     """
 
     cache_seqlens: gl.tensor
@@ -67,7 +82,7 @@ class DecodeSeqlens:
 
     @gluon.jit
     def keys(self, b, layout: gl.constexpr):
-        """Keys of sequence b, within the tables whatever they say."""
+        """Keys of sequence b, clamped to the tables."""
         if self.PAGED:
             return self.cached.get_at(b, 0, layout)
         else:
@@ -75,15 +90,15 @@ class DecodeSeqlens:
 
     @gluon.jit
     def load_lengths(self, BATCH: gl.constexpr):
-        """Those of all pages' sequences as they are now, BATCH is not below their number."""
+        """The current lengths of all paged sequences; BATCH is at least their number."""
         e = gl.arange(0, BATCH, THREADS)
         loaded = gl.load(self.cache_seqlens + e, e < self.batch, 0, cache_modifier=PAST_L1)
         return gl.minimum(gl.maximum(loaded, 0), self.seqlen_k)
 
     @gluon.jit
     def load_all_lengths(self, BATCH: gl.constexpr):
-        """Of all sequences, paged ones as `known`; -1 where there is none. Every warp has them for
-        itself, though each asks for a part of them only: one thread would wait for one after
+        """The lengths of all sequences, paged ones from `cached`, and -1 past the last. Every warp
+        has all of them, but each thread loads only some: one thread would wait for one load after
         another.
         """
         each: gl.constexpr = gl.BlockedLayout([BATCH // 32], [32], [WARPS], [0])
@@ -102,15 +117,15 @@ class DecodeSeqlens:
 
     @gluon.jit
     def tiles(self, seqlen):
-        """(first tile, tiles) of a sequence."""
+        """(first tile, number of tiles) of a sequence."""
         first = self.start(seqlen) // TILE_N
         return first, (seqlen + TILE_N - 1) // TILE_N - first
 
 
 @aggregate
 class RangeSplit:
-    """Units cut into `ranges` even ranges: range r begins at unit r * total // ranges. That product
-    may need 64 bits, so it is taken apart: total = each * ranges + rest.
+    """Units split into `ranges` even ranges: range r begins at unit r * total // ranges. The
+    product may need 64 bits, so it is computed from total = each * ranges + rest.
     """
 
     ranges: gl.tensor
@@ -119,16 +134,17 @@ class RangeSplit:
 
     @gluon.jit
     def start(self, r):
+        """The first unit of range r."""
         return r * self.each + r * self.rest // self.ranges
 
     @gluon.jit
     def stop(self, r):
-        """Ranges that there are not are empty."""
+        """The end of range r. Ranges past the last are empty."""
         return self.start(gl.where(r < self.ranges, r + 1, r))
 
     @gluon.jit
     def owner(self, unit):
-        """The range that a unit lies in: what fp32 has rounded is at most one beside it."""
+        """The range of a unit. The fp32 estimate is off by at most one, which is corrected."""
         width = self.each.to(gl.float32) + self.rest.to(gl.float32) / self.ranges.to(gl.float32)
         r = (unit.to(gl.float32) / width).to(gl.int32)
         r = gl.where(self.start(r) > unit, r - 1, r)
@@ -137,9 +153,9 @@ class RangeSplit:
 
 @aggregate
 class WorkRange:
-    """The tiles of one program: `count` of them from tile `tile` of sequence b on, which has seqlen
-    keys. It is one of those of `cut`; `before`: units of all sequences before b. A tile is a unit,
-    and to begin another sequence takes as long as SWITCH of them: those come before its tiles.
+    """The tiles of one program: `count` tiles from tile `tile` of sequence b on, which has seqlen
+    keys. before: units of all sequences before b. A tile is one unit. Starting another sequence
+    takes as long as SWITCH_COST tiles; these units precede its tiles.
     """
 
     b: gl.tensor
@@ -153,28 +169,32 @@ class WorkRange:
 
 @gluon.jit
 def switch_cost(b, tiles):
-    """Units before the tiles of sequence b. The first one needs none: every range begins once."""
+    """Units that precede the tiles of sequence b. The first sequence has none: every range starts
+    once.
+    """
     return gl.where((b > 0) & (tiles > 0), SWITCH_COST, 0)
 
 
 @gluon.jit
 def split(total, most, least):
-    """At most `most` ranges of `least` units at least."""
+    """At most `most` ranges of at least `least` units."""
     ranges = gl.minimum(most, gl.maximum(total // least, 1))
     return RangeSplit(ranges, total // ranges, total % ranges)
 
 
 @gluon.jit
 def get_work_range(seqlens, all_seqlens, number, most, least):
-    """Range `number` of at most `most`, of `least` units at least. seqlens: lengths.all()."""
+    """Range `number` of at most `most`, with at least `least` units each. all_seqlens: from
+    load_all_lengths.
+    """
     if seqlens.PAGED:
         e = gl.arange(0, all_seqlens.shape[0], all_seqlens.type.layout)
         _, tiles = seqlens.tiles(gl.maximum(all_seqlens, 0))
         lead = switch_cost(e, tiles)
         stops = gl.associative_scan(lead + tiles, 0, plus)
         total = gl.max(stops, 0)
-        partials = split(total, most, least)
-        lo, hi = partials.start(number), partials.stop(number)
+        ranges = split(total, most, least)
+        lo, hi = ranges.start(number), ranges.stop(number)
         starts = stops - tiles
         done = gl.sum(gl.minimum(gl.maximum(lo - starts, 0), tiles), 0)
         count = gl.sum(gl.minimum(gl.maximum(hi - starts, 0), tiles), 0) - done
@@ -187,23 +207,23 @@ def get_work_range(seqlens, all_seqlens, number, most, least):
         _, tiles = seqlens.tiles(seqlens.seqlen_k)
         each = tiles + SWITCH_COST
         total = each * seqlens.batch - SWITCH_COST
-        partials = split(total, most, least)
-        lo, hi = partials.start(number), partials.stop(number)
+        ranges = split(total, most, least)
+        lo, hi = ranges.start(number), ranges.stop(number)
         b = (lo + SWITCH_COST) // each
         last = (hi + SWITCH_COST) // each
         before = gl.maximum(b * each - SWITCH_COST, 0)
         tile = gl.maximum(lo - b * each, 0)
         count = (last - b) * tiles + gl.maximum(hi - last * each, 0) - tile
-        b = gl.minimum(b, seqlens.batch - 1)  # of a range that there is not, whose queries are read
+        b = gl.minimum(b, seqlens.batch - 1)  # a range past the last still copies queries
         seqlen = seqlens.seqlen_k
         has_empty = seqlen == 0
-    return WorkRange(b, seqlen, tile, count, before, partials, has_empty)
+    return WorkRange(b, seqlen, tile, count, before, ranges, has_empty)
 
 
 @gluon.jit
 def count_first_tiles(seqlens, work):
-    """How many tiles of a range are of its first sequence: none if there is no such range, which
-    may stand behind the end of a sequence.
+    """How many tiles of a range belong to its first sequence: 0 for a range past the last, which
+    may begin behind the end of a sequence.
     """
     _, tiles = seqlens.tiles(work.seqlen)
     return gl.maximum(gl.minimum(work.count, tiles - work.tile), 0)
@@ -211,7 +231,9 @@ def count_first_tiles(seqlens, work):
 
 @gluon.jit
 def skip_empty(seqlens, b, layout: gl.constexpr):
-    """(b, seqlen) of the next sequence that has keys, from sequence b on; of the last if none."""
+    """(b, seqlen) of the next sequence with keys, from sequence b on; of the last sequence if there
+    is none.
+    """
     b = gl.minimum(b, seqlens.batch - 1)
     seqlen = seqlens.keys(b, layout)
     while (seqlen == 0) & (b < seqlens.batch - 1):
@@ -222,8 +244,8 @@ def skip_empty(seqlens, b, layout: gl.constexpr):
 
 @aggregate
 class TileCursor:
-    """A tile on the way through all tiles: tile n of sequence b, whose tiles end before `stop` and
-    whose keys with `last`.
+    """A position in the sequence of all tiles: tile n of sequence b. Its tiles end before `stop`;
+    its last key is `last`.
     """
 
     b: gl.tensor
@@ -233,6 +255,7 @@ class TileCursor:
 
     @gluon.jit
     def next(self, seqlens):
+        """The cursor at the next tile."""
         following = TileCursor(self.b, self.n + 1, self.stop, self.last)
         if self.n + 1 == self.stop:
             b, seqlen = skip_empty(seqlens, self.b + 1, LANES)
@@ -242,15 +265,15 @@ class TileCursor:
 
 @gluon.jit
 def cursor_at(seqlens, b, tile, seqlen):
-    """The walk at a tile of sequence b."""
+    """The cursor at a tile of sequence b."""
     first, tiles = seqlens.tiles(seqlen)
     return TileCursor(b, first + tile, first + tiles, gl.maximum(seqlen - 1, 0))
 
 
 @aggregate
 class DecodePages:
-    """Where keys lie: PARTS to a tile, of PART slots within one page each. Noted ahead for each
-    filling: its pages, then its tile.
+    """Paged K and V: PARTS parts to a tile, each of PART slots within one page. Prefetched for each
+    iteration: its page ids and its tile.
     """
 
     table: gl.tensor
@@ -275,8 +298,8 @@ class DecodePages:
 
     @gluon.jit
     def prefetch_ids(self, i, at, is_needed):
-        """Ask for the pages of filling i, the tile `at`. Parts past the last key are those of the
-        last one: nobody looks at them.
+        """Start to copy the page ids of iteration i, the tile at cursor `at`. Parts past the last
+        key take the page of the last key; their scores are masked.
         """
         x = gl.arange(0, self.PARTS, LANES)
         key = gl.minimum(at.n * TILE_N + x * self.PART, at.last)
@@ -286,7 +309,7 @@ class DecodePages:
 
     @gluon.jit
     def first(self, seqlens, work):
-        """The ids of the first fillings of a range, for every warp."""
+        """The page ids of the first iterations of a range, for every warp."""
         part = gl.arange(0, self.PARTS * PREFETCH_STAGES, THREADS)
         first, _ = seqlens.tiles(work.seqlen)
         key = (first + work.tile) * TILE_N + part * self.PART
@@ -296,12 +319,12 @@ class DecodePages:
 
     @gluon.jit
     def coord(self, i, kv_head, x: gl.constexpr):
-        """Where part x of filling i begins."""
+        """TMA coordinates of part x of iteration i."""
         return self.at(self.ids.get(i, x), self.tiles.get(i, 0), kv_head, x)
 
     @gluon.jit
     def at(self, page, tile, kv_head, x: gl.constexpr):
-        """Where part x of a tile begins, in a page. Ids are clamped to pages that there are."""
+        """TMA coordinates of part x of a tile. Bad page ids are clamped to existing pages."""
         page = gl.minimum(gl.maximum(page, 0), self.num_pages - 1)
         key = tile * TILE_N + x * self.PART
         return [page, kv_head, key % self.SIZE, 0]
@@ -309,7 +332,7 @@ class DecodePages:
 
 @gluon.jit
 def produce(k_desc, v_desc, kv_stages, pages, scales, seqlens, work, started, kv_head):
-    """The first `started` fillings are on their way."""
+    """Load the tiles of a range. The first `started` iterations have been started already."""
     if seqlens.PAGED:
         produce_pages(k_desc, v_desc, kv_stages, pages, scales, seqlens, work, started, kv_head)
     else:
@@ -322,8 +345,9 @@ def produce(k_desc, v_desc, kv_stages, pages, scales, seqlens, work, started, kv
 
 @gluon.jit
 def produce_pages(k_desc, v_desc, kv_stages, pages, scales, seqlens, work, started, kv_head):
-    """As above, with pages looked up on the way, AHEAD tiles before their keys are copied. Those of
-    the first tiles are there already, as far as they are of one sequence.
+    """Load the tiles of a range page by page; page ids are prefetched PREFETCH_DISTANCE tiles
+    ahead. Those of the first tiles are in shared memory already, as far as they belong to one
+    sequence.
     """
     at = cursor_at(seqlens, work.b, work.tile, work.seqlen)
     for i in range(-PREFETCH_DISTANCE, work.count):
@@ -345,9 +369,9 @@ def produce_pages(k_desc, v_desc, kv_stages, pages, scales, seqlens, work, start
 
 @aggregate
 class DecodeLayouts:
-    """Layouts, with a leading dimension of warps: S of products, A and B of their operands, W of
-    the states of all warps in every thread. C, without one, of copies. EIGHT: keys and values are
-    words of two 8-bit numbers, E4M3 or integers.
+    """Layouts with a leading dimension of warps: S of products, A and B of their operands, W of the
+    states of all warps in every thread. C, without warps, of copies. EIGHT: K and V are words of
+    two 8-bit elements, E4M3 or integers.
     """
 
     D: gl.constexpr
@@ -373,15 +397,15 @@ class DecodeLayouts:
 
     @gluon.constexpr_function
     def line(self, layout, dim):
-        """The layout of dimension `dim` of a tensor of three."""
+        """The layout of dimension `dim` of a three-dimensional tensor."""
         rest = [x for x in (2, 1, 0) if x != dim]
         return gl.SliceLayout(rest[1], gl.SliceLayout(rest[0], layout))
 
 
 @aggregate
 class QueryStages:
-    """The rows of a kv head's group: row r is query r // GROUP, head r % GROUP. Those of the t-th
-    sequence lie in slot t % 2, zeros where there is no row.
+    """The query rows of a kv head: row r is query r // GROUP, head r % GROUP. Those of the t-th
+    sequence are in stage t % 2, with zeros where there is no row.
     """
 
     ptr: gl.tensor
@@ -396,8 +420,8 @@ class QueryStages:
 
     @gluon.jit
     def fetch(self, t, b, rows):
-        """Start to copy the first `rows` of sequence b. In registers they could not be waited for
-        later: what is carried from loop to loop in 16 bits is repacked at once.
+        """Start to copy the first `rows` rows of sequence b to shared memory. A load to registers
+        could not be waited for later: 16-bit values carried from loop to loop are repacked at once.
         """
         C: gl.constexpr = self.f.C
         r = gl.arange(0, ROWS, gl.SliceLayout(1, C))
@@ -410,7 +434,7 @@ class QueryStages:
 
     @gluon.jit
     def read(self, t):
-        """Those of the t-th sequence, for every warp, once they are there."""
+        """The rows of the t-th sequence, for every warp, after they have arrived."""
         f = self.f
         slot = self.smem.index(t % 2)
         if f.EIGHT:
@@ -422,7 +446,7 @@ class QueryStages:
 
     @gluon.jit
     def _spread(self, q):
-        """The same rows for every warp, on the left of a product."""
+        """The same rows for every warp, as the left operand of a product."""
         A: gl.constexpr = self.f.A
         q = gl.convert_layout(q, gl.SliceLayout(0, A))[None, :, :]
         return gl.broadcast(q, gl.zeros([WARPS, ROWS, q.shape[2]], q.dtype, A))[0]
@@ -430,8 +454,8 @@ class QueryStages:
 
 @gluon.jit
 def mask_tile(seqlens, s, v, n, seqlen, GROUP: gl.constexpr, f):
-    """s of key tile n with -inf at keys that a row does not see, v with zeros at those that no row
-    sees: what lies there need not be a number.
+    """s of key tile n with -inf at keys that a row does not see, and v with zeros at keys that no
+    row sees: memory there may be NaN.
     """
     col = n * TILE_N
     j = gl.arange(0, WARPS, f.line(f.S, 0))[:, None, None] * KEYS
@@ -451,7 +475,7 @@ def mask_tile(seqlens, s, v, n, seqlen, GROUP: gl.constexpr, f):
 
 @gluon.jit
 def mask_scales(seqlens, scales, n, seqlen, f):
-    """Of the values of key tile n, with zeros at those that no row sees."""
+    """The scales of V of key tile n, with zeros at keys that no row sees."""
     j = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(1, f.S)))[:, None] * KEYS
     j = n * TILE_N + j + gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(1, f.S)))[None, :]
     return gl.where((j < seqlen) & (j >= seqlens.start(seqlen)), scales, 0.0)
@@ -459,7 +483,7 @@ def mask_scales(seqlens, scales, n, seqlen, f):
 
 @gluon.jit
 def fold_tile(kv_stages, seqlens, scale, q, m, l, acc, i, n, seqlen, GROUP: gl.constexpr, f):
-    """Every warp folds its 16 keys of filling i, key tile n."""
+    """Fold key tile n as iteration i: each warp folds its 16 keys."""
     kv_stages.wait_full(i)
     zero = gl.zeros([WARPS, ROWS, KEYS], gl.float32, f.S)
     k = kv_stages.keys(i).permute((0, 2, 1)).load(f.B)
@@ -499,7 +523,7 @@ def fold_tile(kv_stages, seqlens, scale, q, m, l, acc, i, n, seqlen, GROUP: gl.c
 
 @aggregate
 class WarpStates:
-    """Where the states of all warps meet."""
+    """Shared memory through which the states of the four warps are merged."""
 
     m: gl.shared_memory_descriptor
     l: gl.shared_memory_descriptor
@@ -507,8 +531,8 @@ class WarpStates:
 
     @gluon.jit
     def merge_warps(self, m, l, acc, f):
-        """(m, l, acc) of all warps together, rows as a slice of f.W. Every thread reads what it
-        needs of all of them: sums over warps, one by one, would take a dozen barriers.
+        """(m, l, acc) of all warps together, rows as a slice of f.W. Every thread reads the part it
+        needs of all states. Reductions over warps, one by one, would take a dozen barriers.
         """
         self.m.store(m)
         self.l.store(l)
@@ -535,7 +559,9 @@ def make_warp_states(D: gl.constexpr):
 
 @gluon.jit
 def store_empty(out, seqlens, number, kv_head, ranges, f):
-    """Sequences without keys are no range's: all programs of a kv head share them."""
+    """Store the result of sequences without keys. They belong to no range: all programs of a kv
+    head share them.
+    """
     R: gl.constexpr = gl.SliceLayout(0, f.W)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, R))
     l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, R))
@@ -547,13 +573,11 @@ def store_empty(out, seqlens, number, kv_head, ranges, f):
 
 @gluon.jit
 def consume(queries, out, kv_stages, warp_states, seqlens, scale, work):
-    """Fold the tiles of a range, sequence by sequence. The queries of the next one are on their way
-    while the keys of this one stream by.
+    """Fold the tiles of a range, sequence by sequence. The queries of the next sequence are copied
+    while the keys of this one stream past.
     """
     f = queries.f
-    OWN_IN_REGISTERS: gl.constexpr = (
-        f.D <= 128
-    )  # wider queries leave no registers: read for every tile
+    Q_IN_REGISTERS: gl.constexpr = f.D <= 128  # wider queries are read again for every tile
     R: gl.constexpr = gl.SliceLayout(0, f.W)
     num_kv_heads = out.num_heads // out.GROUP
     number = gl.program_id(0) // num_kv_heads
@@ -578,7 +602,7 @@ def consume(queries, out, kv_stages, warp_states, seqlens, scale, work):
         q = queries.read(t)
         if stop - tile < count:
             queries.fetch(t + 1, following, rows)
-        else:  # the next call's programs come where this one's end, and wait there for the last
+        else:  # programs of the next kernel start where this one's end, and wait for the last
             gdc_launch_dependents()
         m = gl.full([WARPS, ROWS], float("-inf"), gl.float32, gl.SliceLayout(2, f.S))
         l = gl.zeros([WARPS, ROWS], gl.float32, gl.SliceLayout(2, f.S))
@@ -587,7 +611,7 @@ def consume(queries, out, kv_stages, warp_states, seqlens, scale, work):
         else:
             acc = gl.zeros([WARPS, ROWS, f.D], gl.float32, f.S)
         for n in range(first + tile, first + stop):
-            if not OWN_IN_REGISTERS:
+            if not Q_IN_REGISTERS:
                 q = queries.read(t)
             m, l, acc = fold_tile(kv_stages, seqlens, scale, q, m, l, acc, i, n, seqlen, out.GROUP,
                                   f)  # fmt: skip
@@ -619,8 +643,8 @@ def consume(queries, out, kv_stages, warp_states, seqlens, scale, work):
 
 @gluon.jit
 def start(k_desc, v_desc, kv_stages, pages, seqlens, work, kv_head):
-    """Start the first fillings of a range with the page ids that are kept, as many as are of one
-    sequence and have room: their number.
+    """Start the first iterations of a range with the cached page ids, as many as belong to one
+    sequence and have a stage. Returns their number.
     """
     first, _ = seqlens.tiles(work.seqlen)
     started = gl.minimum(count_first_tiles(seqlens, work), kv_stages.num_stages)
@@ -634,8 +658,8 @@ def start(k_desc, v_desc, kv_stages, pages, seqlens, work, kv_head):
 
 @gluon.jit
 def has_changed(unpack, prefetch):
-    """Whether they are other numbers than those that are kept. All warps find the same: what each
-    of them has read before the wait need not be.
+    """Whether values differ from the cached ones. All warps get the same answer, even if the values
+    that each of them read before the wait differ.
     """
     load_all = prefetch.load_all(unpack.shape[0], THREADS)
     return gl.max((unpack != load_all).to(gl.int32), 0) != 0
@@ -644,10 +668,10 @@ def has_changed(unpack, prefetch):
 @gluon.jit
 def start_after_wait(k_desc, v_desc, kv_stages, seqlens, pages, work, kv_head, number, most, least,
                      BATCH: gl.constexpr, EIGHT: gl.constexpr):  # fmt: skip
-    """(the range of a program, how many of its fillings are started) after the wait for the call
-    before, which has seldom changed the lengths and page ids that were kept before it: keys come
-    while that is checked. If it has, nothing that was started counts. Scales are for the producer
-    to fetch, so that of 8-bit pages nothing is started.
+    """(range of a program, number of started iterations), after the wait for the previous kernel.
+    That kernel seldom changes the lengths and page ids cached before the wait, so loads start while
+    this is checked. If they have changed, nothing that was started counts. With 8-bit pages nothing
+    is started, because the producer copies the scales.
     """
     all_seqlens, first = seqlens.load_lengths(BATCH), pages.first(seqlens, work)
     started = work.count * 0
@@ -688,7 +712,7 @@ def decode_kernel(
                         make_index_prefetch(1), PAGE_SIZE, PART)  # fmt: skip
     kv_stages = make_kv_stages(k_desc, v_desc, STAGES, TILE_N, WARPS)
     warp_states = make_warp_states(D)
-    dim *= ALIGN  # so that the compiler knows of it, and of rows, that they lie on 16 bytes
+    dim *= ALIGN  # shows the compiler that rows are aligned to 16 bytes
     stride_qb *= ALIGN
     stride_qs *= ALIGN
     stride_qh *= ALIGN
@@ -704,22 +728,22 @@ def decode_kernel(
     kv_head = gl.program_id(0) % num_kv_heads
     number = gl.program_id(0) // num_kv_heads
     if PAGE_SIZE:
-        seqlens.cached.store_all(
-            seqlens.load_lengths(BATCH)
-        )  # the call before may still write them
+        # The previous kernel may still write them: start_after_wait checks.
+        seqlens.cached.store_all(seqlens.load_lengths(BATCH))
     work = get_work_range(seqlens, seqlens.load_all_lengths(BATCH), number, most, least)
     if PAGE_SIZE:
         pages.ids.store_all(pages.first(seqlens, work))
     gdc_wait()
-    if FIRST:  # all that was before this call is there, which is all that the next one reads
+    if FIRST:  # the next kernel reads only what kernels before this one wrote
         gdc_launch_dependents()
     started = 0
     EIGHT: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
     if PAGE_SIZE:
         work, started = start_after_wait(k_desc, v_desc, kv_stages, seqlens, pages, work, kv_head,
                                          number, most, least, BATCH, EIGHT)  # fmt: skip
-        # What is handed to the producer lies where all warps have just read whether lengths differ,
-        # and the compiler lets none of them wait for the others: some would settle anew, for ever.
+        # Arguments of the producer use the shared memory from which all warps have just read
+        # whether lengths changed, and the compiler inserts no barrier. Without one, some warps
+        # would read the arguments instead, and never leave.
         sync_partition()
     scale = SoftmaxScale(scale_log2, inner, SOFTCAP)
     queries = QueryStages(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, q_smem, GROUP,

@@ -1,5 +1,5 @@
-"""8-bit keys and values as words of two neighbours, which become fp16 in registers: even and odd
-elements of head_dim are multiplied apart. Why: kernels/triton/eight.py.
+"""8-bit K and V as 16-bit words of two neighbours, which become fp16 in registers. Even and odd
+elements of head_dim are multiplied separately. The reasons are in kernels/triton/eight.py.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,9 @@ _INT8 = gl.constexpr(unpack.INT8)
 
 @aggregate
 class QueryHalves:
-    """Queries as they meet 8-bit keys, and a factor that their rows are short of."""
+    """Queries as operands for 8-bit keys: even and odd elements, and the factor by which the rows
+    were divided.
+    """
 
     even: gl.tensor
     odd: gl.tensor
@@ -26,7 +28,7 @@ class QueryHalves:
 
 @aggregate
 class PageScales:
-    """Of 8-bit pages, of one kv head: where those of keys and of values are."""
+    """The scales of 8-bit pages for one kv head: pointers and strides of those of K and V."""
 
     k: gl.tensor
     v: gl.tensor
@@ -38,7 +40,7 @@ class PageScales:
 
     @gluon.jit
     def fetch(self, kv_stages, i, x: gl.constexpr, at, PART: gl.constexpr):
-        """Start to copy those of part x of filling i, which begins at a place in a page."""
+        """Start to copy the scales of part x of iteration i, which begins at coordinate `at`."""
         page = at[0].to(gl.int64)
         slots = at[2] + gl.arange(0, PART, LANES)
         kv_stages.fetch_scales(i, x, self.k + page * self.k_page + slots * self.k_slot,
@@ -47,7 +49,7 @@ class PageScales:
 
 @gluon.jit
 def unpack(words, E4M3: gl.constexpr):
-    """The even and the odd elements of words, in fp16."""
+    """The even and the odd elements of 16-bit words, in fp16."""
     text: gl.constexpr = _E4M3 if E4M3 else _INT8
     return gl.inline_asm_elementwise(
         text, "=r,=r,r", [words], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
@@ -56,9 +58,8 @@ def unpack(words, E4M3: gl.constexpr):
 
 @gluon.jit
 def split_query(q):
-    """(even, odd, short) of rows of queries, of which a thread has neighbours. bf16 becomes fp16,
-    divided by a power of two: elements below 2^-14 of the largest of a row lose bits, 2^-25 of it
-    at most.
+    """(even, odd, short) of rows of queries. bf16 becomes fp16, divided by a power of two: elements
+    below 2^-14 of the largest of a row lose bits, at most 2^-25 of it.
     """
     short = gl.full([q.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, q.type.layout))
     if q.dtype == gl.bfloat16:
@@ -72,11 +73,11 @@ def split_query(q):
 
 @gluon.jit
 def accumulate_pv(acc, alpha, p, words, scales, f):
-    """acc * alpha + p v, even and odd columns apart. p times a scale could be too small for fp16,
-    so that the largest of a warp's keys waits outside of the product.
+    """acc * alpha + p v, even and odd columns separately. p times a scale could underflow in fp16,
+    so the largest scale of a warp's keys is multiplied in after the product.
     """
     top = gl.max(scales, 1)
-    top = gl.where(top >= 2.0**-126, top, 1.0)[:, None]  # of smaller ones there is no reciprocal
+    top = gl.where(top >= 2.0**-126, top, 1.0)[:, None]  # smaller ones have no reciprocal
     p = p * (scales * approximate("rcp", top))[:, None, :]
     p = gl.convert_layout(p.to(gl.float16), f.A)
     zero = gl.zeros_like(acc[0])
@@ -88,6 +89,6 @@ def accumulate_pv(acc, alpha, p, words, scales, f):
 
 @gluon.jit
 def interleave(even, odd):
-    """All columns in their order."""
+    """Even and odd columns in their original order."""
     joined = gl.join(even, odd)
     return joined.reshape([even.shape[0], even.shape[1], 2 * even.shape[2]])
