@@ -70,7 +70,7 @@ class SplitPipelines:
 
     @gluon.jit
     def close(self):
-        """Invalidate all barriers but those of a1."""
+        """Invalidate all barriers except a1's."""
         self.a0.close()
         self.b0.close()
         self.b1.close()
@@ -524,7 +524,7 @@ def backward_split_kernel(
     B0_STAGES: gl.constexpr, B1_STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """left, right and lengths are those of the own side: for keys, queries and keys
+    """left, right and lengths belong to the own side: for keys, queries and keys
     are exchanged.
     """
     cfg = SplitConfig(TILE, WIDTH, KEYS, VALUES, OWN_IN_REGISTERS, DYNAMIC)

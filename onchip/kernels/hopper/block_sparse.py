@@ -101,7 +101,7 @@ class StripMaskLists:
 @gluon.jit
 def _strip_index(x, alone, others):
     """Index of the x-th block of a side within the strip. From block `alone` on, up to `others`
-    entries of the other side lie between. (Entries of the second side come after those of the
+    entries of the other side lie between. (Entries of the second side come after the entries of the
     first: its `alone` is one less.)
     """
     return x + gl.maximum(gl.minimum(x - alone, others), 0)
@@ -144,8 +144,8 @@ class StripEntry:
 
 @aggregate
 class StripView:
-    """The entries of a strip that one side sees: `count` blocks, first those that both sides see,
-    then its own, alternating with those of the other side. They are visited from entry `top` down
+    """The entries of a strip that one side sees: `count` blocks, first the blocks that both see,
+    then its own, alternating with the other side's. They are visited from entry `top` down
     to `bottom`.
     """
 

@@ -28,7 +28,7 @@ class QueryHalves:
 
 @aggregate
 class PageScales:
-    """The scales of 8-bit pages for one kv head: pointers and strides of those of K and V."""
+    """The scales of 8-bit pages for one kv head: pointers and strides for K and V."""
 
     k: gl.tensor
     v: gl.tensor

@@ -174,7 +174,7 @@ def start_tile(pipes, cfg, q, p, acc, alpha, i, last, C: gl.constexpr):
 @gluon.jit
 def finish_tile(pipes, params, work_tile, s_next, acc_next, alpha, m, l, i, n, bits, is_masked,
                 dtype: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """(p, acc, alpha, m, l) after key tile n, whose scores were started as iteration i. alpha
+    """(p, acc, alpha, m, l) after key tile n; its scores were started as iteration i. alpha
     passes through unless RESCALE_UNDER_QK.
     """
     cfg = params.cfg
@@ -210,7 +210,7 @@ def fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n, bits, MASK
 
 @gluon.jit
 def fold_band(pipes, params, work_tile, own_blocks, q, p, acc, m, l, i, C: gl.constexpr):
-    """Fold the key tiles of own_blocks after the first: those cut by the diagonal, full ones, those
+    """Fold the key tiles of own_blocks after the first: tiles cut by the diagonal, full tiles, tiles
     cut by the left edge of the window. Cut tiles are unrolled, not looped. Otherwise p, carried
     from loop to loop in 16 bits, would be repacked in every iteration (64 more instructions of
     520).
@@ -422,7 +422,7 @@ def attend_tile(out, pipes, params, work, t, i, C: gl.constexpr):
 
 @gluon.jit
 def skip_queries_without_keys(out, pipes, params, work, t, i, C: gl.constexpr):
-    """Store zeros and lse = -inf for queries that see no key, though those of other
+    """Store zeros and lse = -inf for queries that see no key, though queries of other
     consumers may.
     """
     cfg = params.cfg

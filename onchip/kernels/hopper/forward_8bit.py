@@ -7,13 +7,13 @@
   TMA V[i] --------------- v.full -------> wait_turn, part = P V[i]
                                            O = O * alpha + part      (fp32, one multiply-add)
 
-Programs, work queue and pipelines are those of forward.py. The differences:
+Programs, work queue and pipelines are forward.py's. The differences:
 - A tile of 128 keys is a block that shares one scale. The scales of q and k are one factor of a
   tile's scores, so maxima are kept in powers of two, not in units of scores.
-- p goes from the accumulator of QK to the operand of PV within a thread, because v's keys are
+- p moves from the accumulator of QK to the operand of PV within a thread, because v's keys are
   permuted. It is not carried through the loop: bytes would occupy registers of their own (200 of
   645 instructions). So both products of a tile stay in one iteration, and the consumers overlap one
-  another: the one whose turn it is (PINGPONG) computes PV of a tile and starts QK of the next,
+  another: the consumer with the turn (PINGPONG) computes PV of a tile and starts QK of the next,
   while the others exponentiate.
 - FP8 products accumulate with about 14 bits (onchip/quant/accumulator.py). PV of a tile is a sum of
   its own, and one multiply-add takes it into the accumulator in place of the rescaling multiply: a
@@ -397,7 +397,7 @@ def store_part(out, params, work_tile, acc, PART: gl.constexpr, C: gl.constexpr)
 
 @gluon.jit
 def clamp_range(own_blocks, blocks):
-    """The key tiles of a consumer, clamped to those of its program. Queries past the end see none,
+    """The key tiles of a consumer, clamped to its program's. Queries past the end see none,
     and their range may lie anywhere.
     """
     lo = gl.minimum(gl.maximum(own_blocks.lo, blocks.lo), blocks.hi)

@@ -1,4 +1,9 @@
-"""From a call's tensors to a launch of the Hopper kernels: descriptors, grid, tile table."""
+"""From a call's tensors to a launch of the Hopper forward: descriptors, grid, tile table.
+
+Worked shape: batch 1, 8 heads, 300 tokens, head_dim 128, causal: three query tiles of 128 rows for
+each head, so num_tiles = 24 and 24 programs. With 4,096 tokens there are 256 tiles for 132 SMs: 132
+programs, which draw their next tile from a counter.
+"""
 
 from functools import cache
 from typing import NamedTuple
@@ -43,6 +48,7 @@ _forward_kernel = Handle(forward_kernel)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
+    """Compute out and lse."""
     out, lse = empty_result(problem, x)
     if not out.numel() or not problem.batch:
         return Result(out, lse)
@@ -53,14 +59,16 @@ def forward(problem: Problem, x: Tensors) -> Result:
 
 
 def forward_into(problem: Problem, x: Tensors, out: Tensor, lse: Tensor) -> None:
-    """Merge the result into a state that the same queries have over other keys: fp32 (batch,
-    seqlen, heads, head_dim_v) and fp64 (batch, heads, seqlen), both some tokens of a whole state.
+    """Merge the result into a state of the same queries over other keys: out in fp32 (batch,
+    seqlen, heads, head_dim_v) and lse in fp64 (batch, heads, seqlen), both slices of longer
+    tensors.
     """
     if out.numel() and x.k.numel():
         _launch(problem, x, out, lse, rows_per_batch=lse.stride(1))
 
 
 def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, rows_per_batch: int) -> None:
+    """Launch the kernel. rows_per_batch: rows of out and lse from one batch entry to the next."""
     config, strips = _choose_config(problem, x.mask)
     width_v = hopper_width(problem.head_dim_v)
     plan = _plan(problem, config)
@@ -105,7 +113,7 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, rows_per_bat
 
 
 def _choose_config(problem: Problem, mask: BlockMask | None) -> tuple[HopperConfig, Strips | None]:
-    """How a call is computed, and the strips of its mask if three consumers walk them."""
+    """The tile config of a call, and the strips of its mask if three consumers use them."""
     config = hopper_forward_of(problem)
     if mask is None or config.consumers == 2:
         return config, None
@@ -116,7 +124,7 @@ def _choose_config(problem: Problem, mask: BlockMask | None) -> tuple[HopperConf
 
 
 def _mask_arguments(mask: BlockMask | None, strips: Strips | None, unused_ptr: Tensor) -> tuple:
-    """(pointers, strides) of a mask: its lists of block rows, or those of its strips."""
+    """(pointers, strides) of a mask: its lists of block rows, or its strips."""
     if mask is None or strips is None:
         rows, tiles = (None, None) if mask is None else (mask.rows, mask.tiles)
         lists, strides = mask_arguments(rows, tiles, unused_ptr)
@@ -126,8 +134,8 @@ def _mask_arguments(mask: BlockMask | None, strips: Strips | None, unused_ptr: T
 
 
 def is_second(problem: Problem) -> bool:
-    """Whether the call runs beside its predecessor (problem.Beside), with a program for every tile:
-    the predecessor may still use the counter from which they would be drawn otherwise.
+    """Whether the call runs concurrently with the previous kernel (problem.Beside), with a program
+    for every tile: the previous kernel may still use the counter from which tiles would be drawn.
     """
     beside = problem.beside
     if beside is None or not beside.second:
@@ -136,8 +144,8 @@ def is_second(problem: Problem) -> bool:
 
 
 class _ForwardPlan(NamedTuple):
-    """How a call is cut into tiles: `group` heads share each, and programs get them one by one if
-    `dynamic`. left and right: how far queries see, causal ones 0 to the right.
+    """How a call is split into tiles: `group` heads share each tile; `dynamic`: programs draw tiles
+    one by one. left and right: the window, right = 0 if causal.
     """
 
     config: HopperConfig
@@ -151,6 +159,7 @@ class _ForwardPlan(NamedTuple):
 
 
 def _plan(problem: Problem, config: HopperConfig) -> _ForwardPlan:
+    """The plan of a call."""
     left, right = problem.reach
     group = _heads_per_tile(problem, config, right is not None)
     tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
@@ -164,7 +173,7 @@ def _plan(problem: Problem, config: HopperConfig) -> _ForwardPlan:
 
 
 def _descriptors(problem: Problem, x: Tensors, plan: _ForwardPlan) -> tuple:
-    """q, k and v as the kernel takes them."""
+    """Descriptors of q, k and v."""
     width, width_v, tile_n = (
         hopper_width(problem.head_dim),
         hopper_width(problem.head_dim_v),
@@ -178,7 +187,7 @@ def _descriptors(problem: Problem, x: Tensors, plan: _ForwardPlan) -> tuple:
 
 
 def _variant(problem: Problem, plan: _ForwardPlan) -> dict:
-    """What the kernel is compiled for, beside its row of the tile table."""
+    """The compiled variant, apart from the row of the tile table."""
     return {
         "WIDTH": hopper_width(problem.head_dim_v),
         "PACKED": problem.packed,
@@ -193,19 +202,20 @@ def _variant(problem: Problem, plan: _ForwardPlan) -> dict:
 
 
 def _heads_per_tile(problem: Problem, config: HopperConfig, is_cut: bool) -> int:
-    """How many heads share a tile, and with it the keys they read: all of a group, over pages and
-    where a tile has room for all of its queries.
+    """How many heads share a tile, and with it the keys they read: all heads of a group, over pages
+    and where one tile holds all their queries.
     """
     group = problem.group_size
     if problem.has_mask or 64 % group:
         return 1
     dim = max(hopper_width(problem.head_dim), hopper_width(problem.head_dim_v))
-    varied = is_cut and dim in HOPPER_FORWARD_SHORT  # a third variant would be one too many
+    varied = is_cut and dim in HOPPER_FORWARD_SHORT  # one variant less to compile
     few = problem.seqlen_q * group <= 64 * config.consumers and not varied
     return group if few or problem.page_size else 1
 
 
 def _keys(problem: Problem, t: Tensor, tile_n: int, width: int) -> Descriptor:
+    """The descriptor of k or v."""
     if problem.page_size:
         return paged_descriptor(t, min(problem.page_size, tile_n), width)
     return descriptor(t, tile_n, width)
@@ -223,8 +233,8 @@ def _page_arguments(x: Tensors, unused_ptr: Tensor) -> tuple:
 
 @cache
 def _constants(config: HopperConfig, early: bool) -> dict:
-    """early: programs start beside the end of the call before. Not those of a ring's rounds, whose
-    results are not rounded: they would wait on processors that a round of another stream could use.
+    """early: programs start while the previous kernel ends (PDL). Not in the rounds of ring
+    attention (fp32 output): they would occupy SMs that a kernel of another stream could use.
     """
     return tile_constants(config) | {
         "launch_pdl": early,
@@ -238,5 +248,6 @@ def _constants(config: HopperConfig, early: bool) -> dict:
 
 
 def _l2_group(problem: Problem, num_head_tiles: int, group: int) -> int:
+    """Heads computed together: see l2_group_size."""
     per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     return l2_group_size(num_head_tiles, per_head * group // problem.group_size, L2_FORWARD)

@@ -1,4 +1,4 @@
-"""From a call to launches of the forward with operands of 8 bits: quantisation, then attention."""
+"""From a call to the launches of the 8-bit forward: quantisation, then attention."""
 
 from importlib import import_module
 from typing import Any
@@ -23,12 +23,13 @@ from onchip.kernels.hopper.tensors import (
 from onchip.kernels.protocol import Result, empty_result
 from onchip.problem import Problem, Tensors
 
-PV_COLUMNS = 128  # columns of values that are summed at once
+PV_COLUMNS = 128  # columns of PV in one accumulator
 
 _forward_8bit_kernel = Handle(forward_8bit_kernel)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
+    """Compute out and lse."""
     out, lse = empty_result(problem, x)
     if not out.numel() or not problem.batch:
         return Result(out, lse)
@@ -39,14 +40,14 @@ def forward(problem: Problem, x: Tensors) -> Result:
 
 
 def prepare(problem: Problem, x: Tensors, shift: Tensor) -> Any:
-    """Its Operands, and what their lse is short of; by name, as dispatch loads kernels, because
-    they are portable kernels in a room of their own.
+    """Quantised operands, and what quantisation subtracted from the lse. Imported by name because
+    the quantisation kernels are portable and in another package.
     """
     return import_module("onchip.kernels.triton.quantise").prepare(problem, x, shift)
 
 
 def launch_attention(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor) -> None:
-    """Fill out and lse, where what `operands` are short of lies already."""
+    """Fill out and lse. lse already has what quantisation subtracted."""
     q, k, v, pairs = operands
     left, right = problem.reach
     width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
@@ -104,5 +105,6 @@ def launch_attention(problem: Problem, x: Tensors, operands: Any, out: Tensor, l
 
 
 def _l2_group(problem: Problem, num_head_tiles: int) -> int:
+    """Heads computed together: see tensors.l2_group_size."""
     per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     return l2_group_size(num_head_tiles, per_head // problem.group_size, L2_FORWARD)

@@ -1,12 +1,17 @@
-"""From a call's tensors to the launches of the Hopper backward: prepare, the gradients, finish.
+"""From a call's tensors to the launches of the Hopper backward: prepare, gradients, finish.
 
-All gradients come from one kernel (backward.py) where dq may be summed in the order tiles happen to
-finish; else dq comes from a kernel of its own (backward_split.py), and at head_dim 256 dk and dv.
+  prepare_kernel ---> backward_kernel ------> finish_kernel        dq: fp32 accumulator, any order
+  prepare_kernel ---> backward_kernel (dk, dv), backward_split_kernel (dq)        deterministic
+  prepare_kernel ---> backward_split_kernel (dk), (dv), (dq)                      head_dim 256
 
-Between them travel two buffers in which every sequence of every head starts a new tile of queries
-(numbered as backward.Job.padded_tile does): `rows`, per tile tile_m times lse in base 2, then
-tile_m times delta; and the fp32 accumulator of dq, per tile its parts of 64 x 64 in the order of
-backward.fragments.
+One kernel (backward.py) computes all gradients where dq may be summed in the order in which tiles
+finish. Otherwise dq has a kernel of its own (backward_split.py), and at head_dim 256 dk and dv too.
+
+Two buffers connect the kernels. In both, every sequence of every head starts a new tile of queries
+(index: backward.BackwardParams.padded_tile). `rows` has tile_m times lse in base 2 for each tile,
+then tile_m times delta. The fp32 accumulator of dq has the 64 x 64 parts of each tile in the order
+of backward.to_fragment_order. Example: 300 tokens and tile_m = 64 are 5 tiles for each head; the
+last one has 44 rows, and 20 with lse = +inf.
 """
 
 from functools import cache
@@ -43,7 +48,7 @@ from onchip.kernels.protocol import Grads, grad_dtype, row_delta, sink_gradient
 from onchip.problem import Problem, Tensors
 
 LOG2E = tl.constexpr(1.4426950408889634)
-PART = tl.constexpr(64 * 64)  # of dq, one consumer's share of a tile
+PART = tl.constexpr(64 * 64)  # of dq, one consumer's part of a tile
 Pair = tuple[Tensor, Tensor]
 _LENGTHS = ("num_heads", "seqlen_q", "total_q", "num_sequences", "num_tiles", "rows_per_batch")
 
@@ -51,6 +56,7 @@ _LENGTHS = ("num_heads", "seqlen_q", "total_q", "num_sequences", "num_tiles", "r
 def backward(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
+    """Compute all gradients."""
     if not (x.q.numel() and x.k.numel()):
         return _without_scores(problem, x, out, lse, dout, dlse)
     buffers = BackwardBuffers.of(problem, x)
@@ -72,13 +78,14 @@ def backward(
 
 
 def _empty(problem: Problem, like: Tensor) -> Tensor:
+    """An uninitialised gradient of `like`."""
     return like.new_empty(like.shape, dtype=grad_dtype(problem))
 
 
 def _without_scores(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
-    """No query or no key: only the sinks have a gradient."""
+    """Without queries or keys, only the sinks have a gradient."""
     dq, dk, dv = (t.new_zeros(t.shape, dtype=grad_dtype(problem)) for t in x[:3])
     if x.sinks is None:
         return Grads(dq, dk, dv)
@@ -86,10 +93,10 @@ def _without_scores(
 
 
 class BackwardBuffers(NamedTuple):
-    """One call's tile shape, lengths and buffers. `lengths` are num_heads, seqlen_q, total_q,
-    num_sequences and the number of tiles of the longest sequence. Without an accumulator, dq is
-    computed by a kernel of its own. `counters` has one for each kernel that hands out tickets, on
-    16 bytes.
+    """Tile shape, lengths and buffers of one call. `lengths`: num_heads, seqlen_q, total_q,
+    num_sequences, and the number of tiles of the longest sequence. Without an accumulator a
+    separate kernel computes dq. `counters`: one for each kernel with dynamic scheduling, 16 bytes
+    apart.
     """
 
     tile_m: int
@@ -116,13 +123,14 @@ class BackwardBuffers(NamedTuple):
 
     @property
     def num_programs(self) -> int:
+        """Query tiles of all heads and sequences."""
         num_heads, _, _, num_sequences, tiles = self.lengths
         return num_heads * num_sequences * tiles
 
 
 class GradAccumulation(NamedTuple):
-    """Queries whose gradients come from several calls, each over other keys: what all of them need,
-    lse and delta, is prepared once, and dq finished once.
+    """The gradients of queries over several calls with different keys, as in ring attention. lse
+    and delta are prepared once, and dq is finished once.
     """
 
     buffers: BackwardBuffers
@@ -133,13 +141,14 @@ class GradAccumulation(NamedTuple):
     def of(
         problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> "GradAccumulation":
+        """Prepare lse and delta."""
         buffers = BackwardBuffers.of(problem, x)
         dout = _prepare(problem, buffers, x, (out, lse, dout, dlse), None)
         return GradAccumulation(buffers, dout, problem.softmax_scale)
 
     def add(self, problem: Problem, x: Tensors, sums: Pair | None) -> Pair | None:
-        """What the keys of x contribute. sums are dk and dv to add to, fp32 and some tokens of
-        whole ones; without them, dk and dv are returned.
+        """Add the contribution of the keys of x. sums: dk and dv to add to, fp32 slices of longer
+        tensors. Without them, dk and dv are returned.
         """
         dk, dv = grads = sums or (_empty(problem, x.k), _empty(problem, x.v))
         with on_device(x.q):
@@ -148,7 +157,7 @@ class GradAccumulation(NamedTuple):
         return None if sums is not None else grads
 
     def finish(self, dq: Tensor) -> None:
-        """Add dq to its sum, fp32 and some tokens of a whole one, in which they lie densely."""
+        """Add dq to its sum, a dense fp32 slice of a longer tensor."""
         with on_device(dq):
             _finish(self.softmax_scale, self.buffers, None, dq, add=True)
 
@@ -156,8 +165,8 @@ class GradAccumulation(NamedTuple):
 @triton.jit
 def _locate(cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles, rows_per_batch,
             program, TILE_M: tl.constexpr):  # fmt: skip
-    """(head, its first row in out, its first number in lse, rows of the sequence, tile in it, tile
-    in the padded buffers) of one program. room: from one entry of a batch to the next, in rows.
+    """(head, its first row in out, its first element in lse, rows of the sequence, tile in it, tile
+    in the padded buffers) of one program. rows_per_batch: rows from one batch entry to the next.
     """
     tile = program % num_tiles
     batch_head = program // num_tiles
@@ -178,9 +187,9 @@ def prepare_kernel(
     num_heads, seqlen_q, total_q, num_sequences, num_tiles,
     HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """rows, and zeros in the counters and in the accumulator of dq, if there is one. delta =
-    rowsum(out * dout) - dlse; rows that see no key and rows past the end have lse = +inf, so that p
-    = exp2(s - lse) = 0. delta is also stored beside lse if delta_ptr is given.
+    """Fill `rows`, and clear the counters and the accumulator of dq, if there is one. delta =
+    rowsum(out * dout) - dlse. Rows that see no key and rows past the end get lse = +inf, so that p
+    = exp2(s - lse) = 0. delta is also stored like lse if delta_ptr is given.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -223,8 +232,8 @@ def finish_kernel(
     softmax_scale, rows_per_batch,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dq = softmax_scale * accumulator, one part of 64 x 64 a program, in the dtype of dq. ADD: it
-    is added to what is there.
+    """dq = softmax_scale * accumulator in the dtype of dq, a part of 64 x 64 for each program. ADD:
+    add to dq.
     """
     PARTS: tl.constexpr = TILE_M * WIDTH // PART
     ACROSS: tl.constexpr = WIDTH // 64
@@ -258,7 +267,7 @@ _finish_kernel = Handle(finish_kernel)
 def _prepare(
     problem: Problem, buffers: BackwardBuffers, x: Tensors, saved: tuple, delta: Tensor | None
 ) -> Tensor:
-    """dout as the products take it; saved is (out, lse, dout, dlse or None)."""
+    """dout in the dtype of the products. saved: (out, lse, dout, dlse or None)."""
     out, lse, dout, dlse = saved
     dout = dout if dout.data_ptr() % 16 == 0 else dout.clone()
     _prepare_kernel[(buffers.num_programs,)](
@@ -278,7 +287,7 @@ def _prepare(
         enable_fp_fusion=True,
         launch_pdl=True,
     )
-    return dout.to(problem.dtype)  # that of out may be wider
+    return dout.to(problem.dtype)  # out may have a wider dtype
 
 
 def _finish(
@@ -288,6 +297,7 @@ def _finish(
     dq: Tensor,
     add: bool = False,
 ) -> None:
+    """Launch finish_kernel."""
     parts = buffers.tile_m * buffers.width // PART.value
     _finish_kernel[(buffers.num_programs * parts,)](
         buffers.dq,
@@ -314,12 +324,13 @@ def _launch_backward(
     dv: Tensor,
     add: bool = False,
 ) -> None:
+    """Launch backward_kernel."""
     config, width = hopper_backward_config(buffers.width), buffers.width
     tiles_n = -(-problem.seqlen_k // config.tile_n)
     heads = problem.batch * problem.num_kv_heads
     num_tiles = tiles_n * heads
     scale, inner = softmax_scales(problem)
-    accumulator = buffers.rows if buffers.dq is None else buffers.dq  # in its place, not written
+    accumulator = buffers.rows if buffers.dq is None else buffers.dq  # a placeholder, not written
     arguments = BackwardArguments.of(
         problem, x, None if x.mask is None else x.mask.cols, buffers.counters
     )
@@ -360,6 +371,6 @@ def _constants(config: HopperBackwardConfig) -> dict:
 
 
 def _l2_group(problem: Problem, heads: int, width: int) -> int:
-    """q, dout and dq stream by."""
+    """Heads computed together; q, dout and dq stream."""
     per_row = problem.group_size * width * (2 * problem.dtype.itemsize + 4)
     return l2_group_size(heads, problem.seqlen_q * per_row, L2_BACKWARD)

@@ -1,5 +1,5 @@
-"""From a call's tensors to a launch of the kernel that computes one gradient. Programs draw tickets
-from `counter`, which is 0.
+"""From a call's tensors to a launch of the kernel for one gradient. `counter` is 0 at the start;
+programs draw work indices from it.
 """
 
 from functools import cache
@@ -30,8 +30,8 @@ from onchip.kernels.protocol import grad_dtype
 from onchip.problem import Problem, Tensors
 
 _backward_split_kernel = Handle(backward_split_kernel)
-# With the own rows in registers ptxas of Triton 3.9 makes every product wait for the last: the
-# compile tests see it. That of 3.6 does not; those in between are not known.
+# With own rows in registers, ptxas of Triton 3.9 makes every product wait for the last (the compile
+# tests show it). That of Triton 3.6 does not. Versions in between were not tried.
 _CAN_KEEP_OWN_IN_REGISTERS = triton.__version__.startswith("3.6")
 
 
@@ -62,7 +62,9 @@ def compute_dv(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter
 
 
 class _SplitOperands(NamedTuple):
-    """Operands as backward_split.py names them, and the tensor whose gradient it is."""
+    """Operands as backward_split.py names them. `of`: the tensor for which the gradient is
+    computed.
+    """
 
     a0: Tensor
     a1: Tensor
@@ -77,6 +79,7 @@ class _SplitOperands(NamedTuple):
 def _launch(
     problem: Problem, x: Tensors, side: _SplitOperands, rows: Tensor, counter: Tensor
 ) -> Tensor:
+    """Launch the kernel."""
     out = side.of.new_empty(side.of.shape, dtype=grad_dtype(problem))
     width = hopper_width(max(problem.head_dim, problem.head_dim_v))
     tile = side.config.tile
@@ -115,7 +118,7 @@ def _launch(
 
 
 def _bytes_per_row(problem: Problem, width: int, keys: bool) -> int:
-    """Of what streams by, for one own head."""
+    """Bytes that stream for one row of an own head."""
     group = problem.group_size
     both = 2 * width * problem.dtype.itemsize
     return both * group if keys else max(1, both // group)

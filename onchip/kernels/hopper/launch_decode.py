@@ -1,4 +1,4 @@
-"""From a call's tensors to the launch of the Hopper kernel for few queries."""
+"""From a call's tensors to the launch of the Hopper decode kernel."""
 
 import secrets
 from functools import cache
@@ -28,12 +28,14 @@ from onchip.kernels.protocol import Result, empty_result, scale_strides
 from onchip.problem import Problem, Tensors
 
 _decode_kernel = Handle(decode_kernel)
-# Flags are this number where a state is there. What lies in uninitialised memory is not it: flags
-# are left cleared, and of the rest nobody knows it. More than 32 bits, or it would be another type.
+# A flag has this value where a partial state is complete. Uninitialised memory does not contain it:
+# flags are left cleared, and the value is random. It has more than 32 bits; otherwise Triton would
+# give the argument another type.
 _NONCE = 1 << 62 | secrets.randbits(62)
 
 
 def decode(problem: Problem, x: Tensors) -> Result:
+    """Compute out and lse."""
     out, lse = empty_result(problem, x)
     if not out.numel():
         return Result(out, lse)
@@ -41,13 +43,15 @@ def decode(problem: Problem, x: Tensors) -> Result:
         return fill_without_keys(out, lse, x.sinks)
     width = hopper_width(problem.head_dim)
     left, right = problem.reach
-    right = None if problem.seqlen_q == 1 else right  # one query is the last: it sees to the end
+    right = (
+        None if problem.seqlen_q == 1 else right
+    )  # a single query is the last one and sees all keys
     is_first = problem.beside is not None and not problem.beside.second
     all_programs = hopper_decode_programs(problem) * num_sms(out.device)
     programs = problem.beside.programs if is_first else all_programs
     most = max(1, programs // problem.num_kv_heads)
     num_slots = (most + problem.batch) * problem.num_kv_heads
-    unused_ptr = lse  # stands for pointers that the compiled variant does not read
+    unused_ptr = lse  # for pointers that the compiled variant does not read
     part = min(TILE_N.value, problem.page_size or TILE_N.value)
     scale, inner = softmax_scales(problem)
     _decode_kernel[(most * problem.num_kv_heads,)](
@@ -95,15 +99,15 @@ def decode(problem: Problem, x: Tensors) -> Result:
 
 
 def _scratch(problem: Problem, num_slots: int, width: int, like: Tensor) -> Tensor:
-    """A state in fp32 for each row of every slot, a flag of 8 bytes for every slot, an lse for each
-    row.
-    """
+    """For every slot: a fp32 state of each row, a flag of 8 bytes, an lse of each row."""
     rows = problem.seqlen_q * problem.group_size
     return like.new_empty(num_slots + num_slots * rows * (width + 1) // 2 + 1, dtype=torch.int64)
 
 
 def _bucket(batch: int) -> int:
-    """Sequences that a program counts; few sizes, because each is a kernel to compile."""
+    """The number of sequences that a program counts, in few sizes, because each one is a
+    compilation.
+    """
     size = 32
     while size < batch:
         size *= 8

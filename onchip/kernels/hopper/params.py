@@ -1,5 +1,5 @@
 """What the producer and the consumers of the Hopper forward share: parameters of the call, tile
-constants, pipelines, and the tile of queries that comes next.
+constants, pipelines, and the next tile of queries.
 """
 
 from triton.experimental import gluon
@@ -45,7 +45,7 @@ class ForwardPipelines:
 @aggregate
 class ForwardConfig:
     """Compile-time choices of the forward. Layouts: S of scores (64, TILE_N), O of the output (64,
-    WIDTH), P of p as the left operand of PV. Operands of PV have BITS, those of QK S_BITS.
+    WIDTH), P of p as the left operand of PV. Operands of PV have BITS, operands of QK S_BITS.
     """
 
     TILE_N: gl.constexpr

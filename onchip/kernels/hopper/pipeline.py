@@ -200,7 +200,7 @@ def make_pipeline(
         return Pipeline(smem, full, _make_barriers(num_stages, consumers), num_stages)
 
 
-# An SM has 16 named barriers. Triton uses those from 0 on, one for each partition.
+# An SM has 16 named barriers. Triton uses them from 0 on, one for each partition.
 FIRST_NAMED_BARRIER = gl.constexpr(8)
 
 
@@ -413,7 +413,7 @@ def sync_with_previous_kernel():
 
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # the one warp of a producer
 PREFETCH_DISTANCE = gl.constexpr(6)  # iterations between the copy of an index and its use
-PREFETCH_STAGES = gl.constexpr(8)  # iterations whose indices shared memory holds
+PREFETCH_STAGES = gl.constexpr(8)  # iterations in shared memory
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
@@ -459,7 +459,7 @@ class IndexPrefetch:
 
     @gluon.jit
     def wait(self):
-        """Wait for the integers of an iteration, after those of PREFETCH_DISTANCE more were
+        """Wait for the integers of an iteration, after the copies of PREFETCH_DISTANCE more were
         started.
         """
         async_copy.wait_group(PREFETCH_DISTANCE)
@@ -626,7 +626,7 @@ def store_tile(desc, coord, smem, value, ADD: gl.constexpr = False):
 
 @gluon.jit
 def store_halves(desc, coord, smem, value, ADD: gl.constexpr = False):
-    """store_tile of twice the columns of desc, in two halves: an fp32 tile goes through shared
+    """store_tile of twice the columns of desc, in two halves: an fp32 tile leaves through shared
     memory sized for 16-bit elements.
     """
     stage = reinterpret(smem, desc)
