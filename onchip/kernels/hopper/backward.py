@@ -52,7 +52,13 @@ from onchip.kernels.hopper.pipeline import (
 )
 from onchip.kernels.hopper.seqlen import SeqlenInfo, padded_tile
 from onchip.kernels.hopper.softmax import SoftmaxScale
-from onchip.kernels.hopper.tile_scheduler import TileOrder, next_work_index
+from onchip.kernels.hopper.tile_scheduler import (
+    TileOrder,
+    next_work_index,
+    pop_first_index,
+    pop_next_index,
+    push_index,
+)
 
 
 @aggregate
@@ -230,9 +236,7 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, params
     num_pushed = 0
     work_index = gl.program_id(0)
     while work_index < params.order.num_tiles:
-        if cfg.DYNAMIC:
-            pipes.work_queue.push(num_pushed, (work_index,))
-            num_pushed += 1
+        num_pushed = push_index(pipes.work_queue, num_pushed, work_index, cfg.DYNAMIC)
         batch, kv_head, col = params.work_tile(work_index)
         q0, seqlen_q, k0, seqlen_k = seqlen.sequence(batch)
         keys_at = seqlen.coord(batch, kv_head, k0, seqlen_k, col)
@@ -258,8 +262,7 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, params
                     i += 1
             t += 1
         work_index = next_work_index(counter, work_index, params.order.num_tiles, cfg.DYNAMIC)
-    if cfg.DYNAMIC:
-        pipes.work_queue.push(num_pushed, (work_index,))
+    push_index(pipes.work_queue, num_pushed, work_index, cfg.DYNAMIC)
 
 
 @gluon.jit
@@ -382,10 +385,7 @@ def step(out, pipes, params, work_tile, c, dp_next, dk, dv, i, tile, next_tile, 
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp_next,))
     dout = pipes.dout.stage(i).slice(SUB * 64, 64, 0)
     dv_next = warpgroup_mma(p_left, dout, dv, is_async=True)
-    ds = p * (dp - load_row_stats(pipes, params, i, SUB, 1))
-    if params.scale.SOFTCAP:
-        capped = gl.maximum(c, -1.0)  # c is -inf at hidden scores
-        ds = ds * (1.0 - capped * capped)
+    ds = params.scale.compute_ds(c, p, dp, load_row_stats(pipes, params, i, SUB, 1))
     ds = ds.to(dtype)
     if cfg.DQ:
         pipes.ds.put(i, C * 64, SUB * 64, ds)
@@ -479,9 +479,7 @@ def consume(out, pipes, params, C: gl.constexpr):
     i = 0  # query tiles seen
     t = 0  # key tiles seen
     num_popped = 0
-    work_index = gl.program_id(0)
-    if cfg.DYNAMIC:
-        (work_index,) = pipes.work_queue.pop(num_popped)
+    work_index = pop_first_index(pipes.work_queue, num_popped, cfg.DYNAMIC)
     while work_index < params.order.num_tiles:
         batch, kv_head, first = params.work_tile(work_index)
         q0, seqlen_q, k0, seqlen_k = seqlen.sequence(batch)
@@ -506,11 +504,9 @@ def consume(out, pipes, params, C: gl.constexpr):
             at = seqlen.coord(batch, kv_head, k0, seqlen_k, col)
             store_keys(out.dv, at, out.smem.index(C), dv, cfg.ADD)
             store_keys(out.dk, at, out.smem.index(C), dk * params.softmax_scale, cfg.ADD)
-        if cfg.DYNAMIC:
-            num_popped += 1
-            (work_index,) = pipes.work_queue.pop(num_popped)
-        else:
-            work_index += gl.num_programs(0)
+        work_index, num_popped = pop_next_index(
+            pipes.work_queue, num_popped, work_index, cfg.DYNAMIC
+        )
     store_wait(0)
 
 

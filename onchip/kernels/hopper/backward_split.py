@@ -52,7 +52,13 @@ from onchip.kernels.hopper.pipeline import (
 )
 from onchip.kernels.hopper.seqlen import SeqlenInfo, padded_tile
 from onchip.kernels.hopper.softmax import SoftmaxScale
-from onchip.kernels.hopper.tile_scheduler import TileOrder, next_work_index
+from onchip.kernels.hopper.tile_scheduler import (
+    TileOrder,
+    next_work_index,
+    pop_first_index,
+    pop_next_index,
+    push_index,
+)
 
 
 @aggregate
@@ -241,9 +247,7 @@ def produce(a0_desc, a1_desc, b0_desc, b1_desc, rows_desc, counter, pipes, param
     num_pushed = 0
     work_index = gl.program_id(0)
     while work_index < params.order.num_tiles:
-        if cfg.DYNAMIC:
-            pipes.work_queue.push(num_pushed, (work_index,))
-            num_pushed += 1
+        num_pushed = push_index(pipes.work_queue, num_pushed, work_index, cfg.DYNAMIC)
         work_tile = params.work_tile(work_index, 0)
         if work_tile.row < work_tile.length:
             for c in gl.static_range(2):
@@ -272,8 +276,7 @@ def produce(a0_desc, a1_desc, b0_desc, b1_desc, rows_desc, counter, pipes, param
                     pipes.b1.load(i, b1_desc, at)
                     i += 1
         work_index = next_work_index(counter, work_index, params.order.num_tiles, cfg.DYNAMIC)
-    if cfg.DYNAMIC:
-        pipes.work_queue.push(num_pushed, (work_index,))
+    push_index(pipes.work_queue, num_pushed, work_index, cfg.DYNAMIC)
 
 
 @aggregate
@@ -374,10 +377,7 @@ def compute_ds(pipes, params, work_tile, walk, own, s, dp_next, i, n, bits):
     p = compute_p(pipes, params, own, t, i)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp_next,))
     pipes.b1.release(i)
-    ds = p * (dp - row_stats(pipes, cfg, own, i, 1))
-    if params.scale.SOFTCAP:
-        capped = gl.maximum(t, -1.0)  # t is -inf at hidden scores
-        ds = ds * (1.0 - capped * capped)
+    ds = params.scale.compute_ds(t, p, dp, row_stats(pipes, cfg, own, i, 1))
     return gl.convert_layout(ds.to(pipes.b0.smem.dtype), cfg.A)
 
 
@@ -464,9 +464,7 @@ def consume(out_desc, pipes, params, C: gl.constexpr):
     i = 0  # tiles of the other side seen
     t = 0  # own tiles seen
     num_popped = 0
-    work_index = gl.program_id(0)
-    if cfg.DYNAMIC:
-        (work_index,) = pipes.work_queue.pop(num_popped)
+    work_index = pop_first_index(pipes.work_queue, num_popped, cfg.DYNAMIC)
     while work_index < params.order.num_tiles:
         first = params.work_tile(work_index, 0)
         if first.row < first.length:
@@ -498,11 +496,9 @@ def consume(out_desc, pipes, params, C: gl.constexpr):
             store_wait(0)
             pipes.a0.release(iteration)  # and a1, which is loaded with it
             t += 1
-        if cfg.DYNAMIC:
-            num_popped += 1
-            (work_index,) = pipes.work_queue.pop(num_popped)
-        else:
-            work_index += gl.num_programs(0)
+        work_index, num_popped = pop_next_index(
+            pipes.work_queue, num_popped, work_index, cfg.DYNAMIC
+        )
 
 
 _RUNTIME = [

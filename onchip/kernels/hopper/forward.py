@@ -210,10 +210,9 @@ def fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n, bits, MASK
 
 @gluon.jit
 def fold_band(pipes, params, work_tile, own_blocks, q, p, acc, m, l, i, C: gl.constexpr):
-    """Fold the key tiles of own_blocks after the first: tiles cut by the diagonal, full tiles, tiles
-    cut by the left edge of the window. Cut tiles are unrolled, not looped. Otherwise p, carried
-    from loop to loop in 16 bits, would be repacked in every iteration (64 more instructions of
-    520).
+    """Fold the key tiles of own_blocks after the first: cut by the diagonal, full, cut by the left
+    edge of the window. Cut tiles are unrolled, not looped. Otherwise p, carried from loop to loop
+    in 16 bits, would be repacked in every iteration (64 more instructions of 520).
     """
     seqlen, cfg = params.seqlen, params.cfg
     ROWS: gl.constexpr = 64 // seqlen.GROUP * cfg.CONSUMERS
@@ -322,7 +321,7 @@ def skip_tiles(pipes, cfg, i, count, C: gl.constexpr, turns=0):
 
 @aggregate
 class ConsumerWork:
-    """A consumer's part of a work item: its queries, the key tiles that the program loads, those
+    """A consumer's part of a work item: its queries, the key tiles that the program loads and
     that this consumer sees, and the lists of a mask. exists: there was a work item.
     """
 

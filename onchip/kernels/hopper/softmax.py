@@ -37,6 +37,15 @@ class SoftmaxScale:
         """
         return gl.maximum(m, LOWEST / gl.maximum(self.scale_log2, 1.0))
 
+    @gluon.jit
+    def compute_ds(self, s, p, dp, delta):
+        """Backward: ds = p (dp - delta), times the derivative 1 - s^2 of the softcap's tanh."""
+        ds = p * (dp - delta)
+        if self.SOFTCAP:
+            capped = gl.maximum(s, -1.0)  # s is -inf at hidden scores
+            ds = ds * (1.0 - capped * capped)
+        return ds
+
 
 @gluon.constexpr_function
 def _exp2_asm(every):

@@ -26,8 +26,8 @@ _GL_DTYPE = {
 _FAR = 1 << 30  # as in seqlen.SeqlenInfo.coord
 _MOST = 0x7FFF0000  # above every coordinate
 # Bytes of the L2 for heads that are computed together. The L2 has 50 MB, but each half of the SMs
-# has its own half. With 32 MB causal forwards read 10 to 30 % more from HBM (ncu, H200, 2026-11-15), in
-# the same time. Backwards were timed with 32 MB, and not with less.
+# has its own half. With 32 MB causal forwards read 10 to 30 % more from HBM (ncu, H200,
+# 2026-11-15), in the same time. Backwards were timed with 32 MB, and not with less.
 L2_FORWARD, L2_BACKWARD = 16 << 20, 32 << 20
 
 

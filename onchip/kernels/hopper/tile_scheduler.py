@@ -106,6 +106,35 @@ def next_work_index(
 
 
 @gluon.jit
+def push_index(queue, num_pushed, work_index, DYNAMIC: gl.constexpr):
+    """Backward's producer: push a work index; the new number of pushed items."""
+    if DYNAMIC:
+        queue.push(num_pushed, (work_index,))
+        num_pushed += 1
+    return num_pushed
+
+
+@gluon.jit
+def pop_first_index(queue, num_popped, DYNAMIC: gl.constexpr):
+    """Backward's consumer: the first work index."""
+    work_index = gl.program_id(0)
+    if DYNAMIC:
+        (work_index,) = queue.pop(num_popped)
+    return work_index
+
+
+@gluon.jit
+def pop_next_index(queue, num_popped, work_index, DYNAMIC: gl.constexpr):
+    """Backward's consumer: (the next work index, the new number of popped items)."""
+    if DYNAMIC:
+        num_popped += 1
+        (work_index,) = queue.pop(num_popped)
+    else:
+        work_index += gl.num_programs(0)
+    return work_index, num_popped
+
+
+@gluon.jit
 def reset_counter(counter, num_tiles):
     """The last program to end resets the counter, and the count of ended programs behind it. Used
     where lengths decide how often programs draw: wrong lengths must not leave a counter behind.
