@@ -62,7 +62,7 @@ _reduce_add = getattr(tma, "async_atomic_add", None) or _reduce_through_builder
 def _make_barriers(num: gl.constexpr, arrivals: gl.constexpr):
     """`num` mbarriers of `arrivals` arrivals each. Every barrier must be invalidated before the
     program ends. Otherwise the compiler gives the memory of a barrier after its last use to tiles
-    (docs/notebook.md, a NaN that comes with company).
+    (docs/notebook.md, a NaN from the memory of a barrier).
     """
     barriers = gl.allocate_shared_memory(gl.int64, [num, 1], mbarrier.MBarrierLayout())
     for x in gl.static_range(num):
