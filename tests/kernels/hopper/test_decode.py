@@ -1,5 +1,5 @@
-"""How decoding on Hopper cuts its work, computed on the CPU: the kernel's own functions over NumPy
-numbers, which wrap around and round as the GPU's do.
+"""How decoding on Hopper splits its work, on the CPU: the kernel's own functions over NumPy
+numbers, which wrap around and round as on the GPU.
 """
 
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from onchip.kernels.hopper import decode  # noqa: E402
 
 
 class Float(np.ndarray):
-    """fp32 whose quotients are wrong by two units in the last place, as div.full.f32's may be."""
+    """fp32 with quotients off by two units in the last place, as div.full.f32's may be."""
 
     skew = 0
 
@@ -58,7 +58,7 @@ def cut_into(total, ranges):
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 2**30), st.integers(1, 2048))
-def test_a_unit_lies_in_the_range_that_holds_it(total, ranges):
+def test_owner_is_the_range_of_a_unit(total, ranges):
     """Range r is [r * total // ranges, (r + 1) * total // ranges), whatever its products need."""
     ranges = min(ranges, total)
     cut, all_of_them = cut_into(total, ranges), list(range(ranges))
@@ -72,15 +72,15 @@ def test_a_unit_lies_in_the_range_that_holds_it(total, ranges):
         assert run(decode.RangeSplit.owner, cut, integers(units)).tolist() == all_of_them
 
 
-def test_ranges_that_there_are_not_are_empty():
+def test_ranges_past_the_last_are_empty():
     cut, there = cut_into(1000, 7), integers([7])
     assert run(decode.RangeSplit.stop, cut, there).tolist() == cut.start(there).tolist() == [1000]
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 100), st.integers(1, 300))
-def test_dense_ranges_cover_all_tiles_and_name_sequences_that_there_are(batch, tiles, most):
-    """Programs beyond the last range have no tiles, but they, too, fetch queries of a sequence."""
+def test_dense_ranges_cover_all_tiles_and_name_existing_sequences(batch, tiles, most):
+    """Programs past the last range have no tiles, but still copy the queries of a sequence."""
     lengths = SimpleNamespace(PAGED=False, batch=batch, seqlen_k=64 * tiles)
     lengths.tiles = lambda seqlen: (0, tiles)
     total = (tiles + 4) * batch - 4
@@ -120,7 +120,7 @@ LANGUAGE = SimpleNamespace(
     st.sampled_from([None, 100, 700]),
 )
 def test_programs_start_only_tiles_of_their_first_sequence(seqlens, most, left):
-    """Those beyond the last range stand where they may, and start none."""
+    """Programs past the last range may have any position, and start no tile."""
     window = {"HAS_LEFT": left is not None, "left": left, "seqlen_q": 1}
     lengths = SimpleNamespace(PAGED=True, batch=len(seqlens), **window)
     lengths.start = lambda seqlen: run(decode.DecodeSeqlens.start, lengths, seqlen)

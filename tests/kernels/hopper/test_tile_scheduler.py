@@ -1,5 +1,5 @@
-"""The producers of the Hopper kernels, run as plain Python on several threads: every tile is handed
-out once, and the counter is at 0 after a launch as before it.
+"""The producers of the Hopper kernels, run as plain Python on several threads: every tile is
+computed once, and the counter is 0 before and after a launch.
 """
 
 import threading
@@ -18,7 +18,7 @@ QUERIES = 4  # of a tile
 
 
 class Device:
-    """What the kernels ask of Gluon. A pointer to the counter is an index into `words`."""
+    """The part of Gluon that producers use. A pointer to the counter is an index into `words`."""
 
     def __init__(self):
         self.words = [0, 0]
@@ -34,7 +34,7 @@ class Device:
         return self._here.program
 
     def atomic_add(self, at, n, sem="acq_rel"):
-        sleep(0)  # others may come first
+        sleep(0)  # other threads may run first
         with self._lock:
             self.draws += at == 0
             self.words[at] += n
@@ -54,7 +54,7 @@ class Device:
 
 
 def plain(module, device, **stand_ins):
-    """`produce` of a module, and all that it calls but the stand-ins, as Python runs them."""
+    """`produce` of a module and the functions that it calls, as plain Python, with stand_ins."""
     world = {**vars(tile_scheduler), **vars(module)}
     for name, found in world.items():
         if hasattr(found, "fn"):
@@ -130,7 +130,7 @@ LENGTHS = {
 def test_forward(lengths, sparse):
     device = Device()
     produce = forward_of(device)
-    for _ in range(3):  # each launch leaves the counter to the next
+    for _ in range(3):  # the next launch uses the same counter
         handed_out = []
         params, existing = make_forward_params(lengths, sparse, handed_out)
         device.draws = 0
@@ -140,8 +140,8 @@ def test_forward(lengths, sparse):
 
 
 @pytest.mark.parametrize("apart", [0, 2, 100])
-def test_wrong_lengths_leave_no_trace(apart):
-    """Tiles where none can be, or the same one for ever, as far as a launch ends."""
+def test_wrong_lengths_leave_the_counter_at_0(apart):
+    """Wrong tiles, or the same one again and again, as long as the launch ends."""
     device = Device()
     params, _ = make_forward_params(LENGTHS["packed"], True, [])
     end = 3 * params.order.num_tiles
@@ -151,13 +151,13 @@ def test_wrong_lengths_leave_no_trace(apart):
 
 
 def test_with_a_program_for_each_tile_nothing_is_drawn():
-    """And in the work_tile of a counter may be anything."""
+    """The counter is not used and may have any value."""
     device = Device()
-    device.words = ["anything", "at all"]
+    device.words = ["any", "value"]
     handed_out = []
     params, existing = make_forward_params([QUERIES] * PROGRAMS, False, handed_out)
     device.launch(forward_of(device), None, None, None, None, 0, pipes(), params)
-    assert sorted(handed_out) == existing and device.words == ["anything", "at all"]
+    assert sorted(handed_out) == existing and device.words == ["any", "value"]
 
 
 @pytest.mark.parametrize("num_tiles", [PROGRAMS + 1, 41])
@@ -179,7 +179,7 @@ def test_backward(num_tiles):
 
 
 @pytest.mark.parametrize("num_tiles", [PROGRAMS + 1, 41])
-def test_gradient(num_tiles):
+def test_backward_split(num_tiles):
     device, handed_out = Device(), []
 
     def work_tile(work_index, part):
