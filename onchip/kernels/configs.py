@@ -352,7 +352,7 @@ HOPPER_FORWARD_PAGED = {
 
 # Operands of 8 bits, by the larger padded head_dim: tiles of the 128 keys that share a scale. Of
 # 256 columns of values, 128 at a time are summed. H200, 8k tokens, 2026-11-16: turns 1.04, 1.03 and
-# 1.09x, tickets one by one 1.01 to 1.02x; two consumers without turns 0.76x at 64, 0.82x at 128.
+# 1.09x, dynamic scheduling 1.01 to 1.02x; two consumers without turns 0.76x at 64, 0.82x at 128.
 HOPPER_EIGHT = {
     64: HopperConfig(128, 3, 4, q_stages=2, pingpong=True, dynamic=True, **_THREE),
     128: HopperConfig(128, 3, 4, q_stages=2, pingpong=True, dynamic=True, **_THREE),

@@ -68,7 +68,7 @@ def test_programs_are_as_many_as_the_scarcer_memory_allows():
 
 def test_a_tile_of_head_dim_128_fills_the_chip():
     row = footprint.hopper_forward(configs.HOPPER_FORWARD[128], 128, 128)
-    assert row.buffers == {"q": 65536, "k": 65536, "v": 65536, "out": 32768, "tickets": 24}
+    assert row.buffers == {"q": 65536, "k": 65536, "v": 65536, "out": 32768, "work queue": 24}
     assert row.shared_bytes == 229400 + 8 * row.barriers and row.threads == 384
     alone = configs.HOPPER_FORWARD[128]._replace(q_stages=1)
     unrounded = footprint.hopper_forward(alone, 128, 128, wide=True)
