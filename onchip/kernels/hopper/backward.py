@@ -236,7 +236,9 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, params
     num_pushed = 0
     work_index = gl.program_id(0)
     while work_index < params.order.num_tiles:
-        num_pushed = push_index(pipes.work_queue, num_pushed, work_index, cfg.DYNAMIC)
+        push_index(pipes.work_queue, num_pushed, work_index, cfg.DYNAMIC)
+        if cfg.DYNAMIC:
+            num_pushed += 1
         batch, kv_head, col = params.work_tile(work_index)
         q0, seqlen_q, k0, seqlen_k = seqlen.sequence(batch)
         keys_at = seqlen.coord(batch, kv_head, k0, seqlen_k, col)
@@ -504,9 +506,9 @@ def consume(out, pipes, params, C: gl.constexpr):
             at = seqlen.coord(batch, kv_head, k0, seqlen_k, col)
             store_keys(out.dv, at, out.smem.index(C), dv, cfg.ADD)
             store_keys(out.dk, at, out.smem.index(C), dk * params.softmax_scale, cfg.ADD)
-        work_index, num_popped = pop_next_index(
-            pipes.work_queue, num_popped, work_index, cfg.DYNAMIC
-        )
+        if cfg.DYNAMIC:
+            num_popped += 1
+        work_index = pop_next_index(pipes.work_queue, num_popped, work_index, cfg.DYNAMIC)
     store_wait(0)
 
 

@@ -247,7 +247,9 @@ def produce(a0_desc, a1_desc, b0_desc, b1_desc, rows_desc, counter, pipes, param
     num_pushed = 0
     work_index = gl.program_id(0)
     while work_index < params.order.num_tiles:
-        num_pushed = push_index(pipes.work_queue, num_pushed, work_index, cfg.DYNAMIC)
+        push_index(pipes.work_queue, num_pushed, work_index, cfg.DYNAMIC)
+        if cfg.DYNAMIC:
+            num_pushed += 1
         work_tile = params.work_tile(work_index, 0)
         if work_tile.row < work_tile.length:
             for c in gl.static_range(2):
@@ -496,9 +498,9 @@ def consume(out_desc, pipes, params, C: gl.constexpr):
             store_wait(0)
             pipes.a0.release(iteration)  # and a1, which is loaded with it
             t += 1
-        work_index, num_popped = pop_next_index(
-            pipes.work_queue, num_popped, work_index, cfg.DYNAMIC
-        )
+        if cfg.DYNAMIC:
+            num_popped += 1
+        work_index = pop_next_index(pipes.work_queue, num_popped, work_index, cfg.DYNAMIC)
 
 
 _RUNTIME = [

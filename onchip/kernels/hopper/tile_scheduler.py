@@ -107,11 +107,9 @@ def next_work_index(
 
 @gluon.jit
 def push_index(queue, num_pushed, work_index, DYNAMIC: gl.constexpr):
-    """Backward's producer: push a work index; the new number of pushed items."""
+    """Backward's producer: push a work index."""
     if DYNAMIC:
         queue.push(num_pushed, (work_index,))
-        num_pushed += 1
-    return num_pushed
 
 
 @gluon.jit
@@ -125,13 +123,15 @@ def pop_first_index(queue, num_popped, DYNAMIC: gl.constexpr):
 
 @gluon.jit
 def pop_next_index(queue, num_popped, work_index, DYNAMIC: gl.constexpr):
-    """Backward's consumer: (the next work index, the new number of popped items)."""
+    """Backward's consumer: the next work index. The caller counts popped items only if DYNAMIC:
+    Triton 3.6 would carry an unused count through the loop, and compile another order of
+    instructions.
+    """
     if DYNAMIC:
-        num_popped += 1
         (work_index,) = queue.pop(num_popped)
     else:
         work_index += gl.num_programs(0)
-    return work_index, num_popped
+    return work_index
 
 
 @gluon.jit
