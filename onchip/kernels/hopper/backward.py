@@ -5,7 +5,7 @@ queries that see it.
   TMA K, V of the key tile -- k, v.full --> (stay in shared memory)
   TMA Q[i], lse, delta ------ q.full -----> S^T = K Q[i]            P^T = exp2(S^T - lse)
   TMA dO[i] ----------------- dout.full --> dP^T = V dO[i]          dV += P^T dO[i]
-                                            dS^T = P^T (dP^T - delta) -> smem (Exchange)
+                                            dS^T = P^T (dP^T - delta) -> smem (TileExchange)
                                             dK += dS^T Q[i]
                                             dQ part = dS K -> smem -> TMA reduce-add (fp32)
             <---- q.empty ----------------  release Q[i] (and with it lse, delta, dO[i])
@@ -35,13 +35,13 @@ from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.block_sparse import BlockEntries, BlockMaskLists, num_listed_tiles
 from onchip.kernels.hopper.mask import apply_block_mask_transposed, apply_window, get_block_range
 from onchip.kernels.hopper.pipeline import (
-    Exchange,
     LinkedStages,
     Pipeline,
+    TileExchange,
     WorkQueue,
-    make_exchange,
     make_linked_stages,
     make_pipeline,
+    make_tile_exchange,
     make_work_queue,
     reinterpret,
     store_halves,
@@ -72,7 +72,7 @@ class BackwardPipelines:
     dout: Pipeline
     k: Pipeline
     v: Pipeline
-    ds: Exchange
+    ds: TileExchange
     work_queue: WorkQueue
 
     @gluon.jit
@@ -547,7 +547,7 @@ def backward_kernel(
         make_pipeline(dout_desc, DOUT_STAGES, 2),
         make_pipeline(k_desc, 1, 2),
         make_pipeline(v_desc, 1, 2),
-        make_exchange(q_desc.dtype, TILE_N, TILE_M, 2),
+        make_tile_exchange(q_desc.dtype, TILE_N, TILE_M, 2),
         make_work_queue(2, 1),
     )
     smem = gl.allocate_shared_memory(dq_desc.dtype, [2] + dq_desc.block_shape, dq_desc.layout)

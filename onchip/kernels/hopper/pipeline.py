@@ -499,7 +499,7 @@ def make_index_prefetch(width: gl.constexpr, stages: gl.constexpr = PREFETCH_STA
 
 
 @aggregate
-class Exchange:
+class TileExchange:
     """A double-buffered matrix in shared memory: each consumer writes a part and reads the whole.
     Two buffers suffice: a consumer that writes matrix i has passed the barrier of matrix i - 1, so
     every consumer has written i - 1, after its last read of i - 2.
@@ -530,12 +530,12 @@ class Exchange:
 
 
 @gluon.jit
-def make_exchange(
+def make_tile_exchange(
     dtype: gl.constexpr, rows: gl.constexpr, cols: gl.constexpr, consumers: gl.constexpr
 ):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, cols], dtype)
     smem = gl.allocate_shared_memory(dtype, [2, rows, cols], layout)
-    return Exchange(smem, _make_barriers(1, consumers).index(0))
+    return TileExchange(smem, _make_barriers(1, consumers).index(0))
 
 
 @aggregate
