@@ -1,4 +1,4 @@
-"""What `python examples/versions/vN.py` prints: is it right, and how long does it take?"""
+"""The output of `python examples/versions/vN.py`: a check of the numbers, and times."""
 
 from itertools import product
 
@@ -10,7 +10,8 @@ from onchip.testing import assert_accurate, make_qkv
 def check(attention, seqlen=4096):
     """Hold attention(q, k, v, causal) to the accuracy rule of onchip, then time it.
 
-    Without a GPU v1 and v2 can still be checked, with TRITON_INTERPRET=1; that knows no bf16.
+    Without a GPU v1 and v2 can still be checked, with TRITON_INTERPRET=1, in fp16: the
+    interpreter has no bf16.
     """
     gpu = torch.cuda.is_available()
     how = {"dtype": torch.bfloat16, "device": "cuda"} if gpu else {"dtype": torch.float16}

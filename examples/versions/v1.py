@@ -3,21 +3,21 @@
 Attention never needs the whole of S = q k^T at once. A softmax over a row can be taken piece by
 piece, if for every row three things are remembered: the largest score so far (m), the sum of the
 exponentials relative to it (l), and the output so far (o). A piece with a larger maximum shrinks
-what was summed before by exp(m - m_new). So S is computed in tiles that live and die on the chip.
+what was summed before by exp(m - m_new). So S is computed in tiles that never leave the chip.
 
     for every tile of keys and values:        read once, kept on the chip
         for every tile of queries:            read again for every tile of keys
             read its o, l, m; fold the tile into them; write them back
 
-What to look at, because the later versions change it:
+What the later versions change:
 
-- o, l and m travel to memory and back once per tile of keys: N / TILE_N times. For N = 16,384 and
-  tiles of 128 keys that is 128 round trips of the whole output, in fp32, or the result would be
-  rounded 128 times.
+- o, l and m are written to memory and read back once per tile of keys: N / TILE_N times.
+  For N = 16,384 and tiles of 128 keys that is 128 round trips of the whole output, in fp32.
+  Otherwise the result would be rounded 128 times.
 - o is normalised all the time: multiplied by the old l, divided by the new one.
-- The outer loop carries the state, so it cannot be cut. One program does a whole head: a GPU with
-  132 processors and 16 heads to compute is seven eighths idle.
-- With `causal`, tiles above the diagonal are skipped, and every other tile pays for the mask.
+- The outer loop carries the state, so it cannot be split. One program computes a
+  whole head: a GPU with 132 processors and 16 heads to compute is seven eighths idle.
+- With `causal`, tiles above the diagonal are skipped, and every other tile is masked.
 """
 
 import math

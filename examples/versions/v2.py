@@ -9,7 +9,7 @@ What follows from it:
 
 - The state stays in registers. Memory sees q once, out once, and k and v once per tile of queries,
   mostly from the L2, because neighbouring programs read the same ones. Nothing is read back.
-- Tiles of queries do not know of each other: the sequence is a dimension of parallelism. One head
+- Tiles of queries are independent: the sequence is a dimension of parallelism. One head
   of 16,384 queries fills 128 processors, where v1 used one.
 - The accumulator is not normalised until the end: one multiplication by alpha per tile, and one
   division per row. Tensor cores are 15 times as fast as the rest of the chip, so every operation
@@ -19,7 +19,7 @@ What follows from it:
 - Only tiles that the diagonal or the end of the keys cuts are masked, in a loop of their own.
 
 Inside a program the same swap happens once more: warps share the tile of queries, each takes some
-rows and all keys, so that no warp waits for a part of another's sum. The compiler sees to that.
+rows and all keys, so that no warp waits for a part of another's sum. The compiler does this.
 """
 
 import math

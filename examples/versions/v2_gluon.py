@@ -1,11 +1,12 @@
-"""v2 once more, in Gluon: the steps between v2.py and v3.py, for the ablation in docs/kernels.md.
+"""v2 again, in Gluon: the steps between v2.py and v3.py, for the ablation in docs/kernels.md.
 
-v2.py leaves to the compiler how tiles get into shared memory and when. Here that is said by hand,
-with the tiles and products of v3 but without its division of labour: eight warps do everything.
-They ask for the next tile of keys and values, then compute on the one that has arrived.
+v2.py leaves it to the compiler how and when tiles are copied to shared memory. Here the copies are
+explicit, with the tiles and products of v3 but without warp specialisation: eight warps do
+everything. They start the copy of the next tile of keys and values, then compute on the one that
+has arrived.
 
 - TMA=False: every thread computes addresses and copies 16 bytes at a time (cp.async).
-- TMA=True: one thread asks for the whole tile, as in v3. That is the only difference.
+- TMA=True: one thread starts the copy of the whole tile, as in v3. That is the only difference.
 """
 
 import math
@@ -18,9 +19,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-TILE, SLOTS = gl.constexpr(128), gl.constexpr(4)  # as in v3
+TILE, STAGES = gl.constexpr(128), gl.constexpr(4)  # as in v3
 copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-everyone = getattr(gl, "barrier", None) or gl.thread_barrier
+sync_threads = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
@@ -32,49 +33,49 @@ def rows_of(ptr, row, seqlen, stride, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
-def ask(source, slots, full, place, i, TMA: gl.constexpr):
-    """Start copying key and value tile i into slots 2 i and 2 i + 1; there may be no such tile."""
+def start_copy(source, stages, full, work_tile, i, TMA: gl.constexpr):
+    """Start to copy key and value tile i into stages 2 i and 2 i + 1, if there is such a tile."""
     k_desc, v_desc, k_ptr, v_ptr = source
-    batch, head, row, tiles, seqlen, stride = place
+    batch, head, row, tiles, seqlen, stride = work_tile
     col = (tiles - 1 - i) * TILE
     if i < tiles:
         if TMA:
             full_i = full.index(i % 2)
             mbarrier.expect(full_i, 2 * k_desc.block_type.nbytes)
-            hw.load(k_desc, [batch, head, col, 0], full_i, slots.index(2 * i % SLOTS))
-            hw.load(v_desc, [batch, head, col, 0], full_i, slots.index((2 * i + 1) % SLOTS))
+            hw.load(k_desc, [batch, head, col, 0], full_i, stages.index(2 * i % STAGES))
+            hw.load(v_desc, [batch, head, col, 0], full_i, stages.index((2 * i + 1) % STAGES))
         else:
-            HEAD_DIM: gl.constexpr = slots.shape[-1]
-            copy(hw.matrix(slots, 2 * i), rows_of(k_ptr, col, seqlen, stride, HEAD_DIM))
-            copy(hw.matrix(slots, 2 * i + 1), rows_of(v_ptr, col, seqlen, stride, HEAD_DIM))
+            HEAD_DIM: gl.constexpr = stages.shape[-1]
+            copy(hw.matrix(stages, 2 * i), rows_of(k_ptr, col, seqlen, stride, HEAD_DIM))
+            copy(hw.matrix(stages, 2 * i + 1), rows_of(v_ptr, col, seqlen, stride, HEAD_DIM))
     if not TMA:
         async_copy.commit_group()
 
 
 @gluon.jit
-def step(source, slots, full, place, q, state, scale_log2, i, MASKED: gl.constexpr,
+def step(source, stages, full, work_tile, q, state, scale_log2, i, MASKED: gl.constexpr,
          CAUSAL: gl.constexpr, TMA: gl.constexpr, S: gl.constexpr, O: gl.constexpr):  # fmt: skip
-    """Ask for tile i + 1, wait for tile i, fold it into the state: one thing after another."""
-    batch, head, row, tiles, seqlen, stride = place
+    """Start to copy tile i + 1, wait for tile i, fold it into the state, one after another."""
+    batch, head, row, tiles, seqlen, stride = work_tile
     m, l, acc = state
-    ask(source, slots, full, place, i + 1, TMA)
+    start_copy(source, stages, full, work_tile, i + 1, TMA)
     if TMA:
         hw.wait(full, i)
     else:
         async_copy.wait_group(1)  # all but the copies of tile i + 1
         fence_async_shared()
-        everyone()
-    s = hw.finish(hw.start_scores(q, slots, 2 * i, S), 0)
+        sync_threads()
+    s = hw.finish(hw.start_scores(q, stages, 2 * i, S), 0)
     if MASKED:
-        s = hw.visible(s, row, (tiles - 1 - i) * TILE, seqlen, CAUSAL, S)
+        s = hw.mask_scores(s, row, (tiles - 1 - i) * TILE, seqlen, CAUSAL, S)
     m_new = gl.maximum(m, gl.max(s, 1))
     alpha = gl.exp2((m - m_new) * scale_log2)
     p_wide = gl.exp2(s * scale_log2 - (m_new * scale_log2)[:, None])
     l = l * alpha + gl.sum(p_wide, 1)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
     p = gl.convert_layout(p_wide.to(q.dtype), gl.DotOperandLayout(0, O, 2))
-    acc = hw.finish(hw.start_values(p, slots, 2 * i + 1, acc), 0)
-    everyone()  # is done with tile i, whose slots tile i + 2 will take
+    acc = hw.finish(hw.start_values(p, stages, 2 * i + 1, acc), 0)
+    sync_threads()  # is done with tile i, whose slots tile i + 2 will take
     return m_new, l, acc
 
 
@@ -84,30 +85,34 @@ def forward_v2_gluon(k_desc, v_desc, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seql
     HEAD_DIM: gl.constexpr = k_desc.block_shape[3]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, TILE, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
-    tile, plane = gl.program_id(0), gl.program_id(1)
-    batch, head = plane // num_heads, plane % num_heads
+    tile, batch_head = gl.program_id(0), gl.program_id(1)
+    batch, head = batch_head // num_heads, batch_head % num_heads
     stride = num_heads * HEAD_DIM
     start = (batch.to(gl.int64) * seqlen * num_heads + head) * HEAD_DIM
     tiles = tile + 1 if CAUSAL else gl.num_programs(0)
-    place = (batch, head, tile * TILE, tiles, seqlen, stride)
+    work_tile = (batch, head, tile * TILE, tiles, seqlen, stride)
     source = (k_desc, v_desc, k_ptr + start, v_ptr + start)
-    slots, q_slot, full = hw.tiles_of(k_desc, SLOTS), hw.tiles_of(k_desc, 1), hw.barriers(2, 1)
+    stages, q_slot, full = (
+        hw.allocate_tiles(k_desc, STAGES),
+        hw.allocate_tiles(k_desc, 1),
+        hw.barriers(2, 1),
+    )
     q = hw.matrix(q_slot, 0)
     q.store(gl.load(rows_of(q_ptr + start, tile * TILE, seqlen, stride, HEAD_DIM)))
     fence_async_shared()
-    everyone()
+    sync_threads()
     m, l, acc = hw.empty_state(TILE, HEAD_DIM, S, O)
-    ask(source, slots, full, place, 0, TMA)
-    m, l, acc = step(source, slots, full, place, q, (m, l, acc), scale_log2, 0,
+    start_copy(source, stages, full, work_tile, 0, TMA)
+    m, l, acc = step(source, stages, full, work_tile, q, (m, l, acc), scale_log2, 0,
                      True, CAUSAL, TMA, S, O)  # fmt: skip
     for i in range(1, tiles):
-        m, l, acc = step(source, slots, full, place, q, (m, l, acc), scale_log2, i,
+        m, l, acc = step(source, stages, full, work_tile, q, (m, l, acc), scale_log2, i,
                          False, CAUSAL, TMA, S, O)  # fmt: skip
     rows = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, O))
     at = rows[:, None] * stride + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, O))[None, :]
     acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
     gl.store(out_ptr + start + at, acc.to(q.dtype), mask=rows[:, None] < seqlen)
-    hw.store_lse(lse_ptr, plane, tile * TILE, seqlen, m * scale_log2, l)
+    hw.store_lse(lse_ptr, batch_head, tile * TILE, seqlen, m * scale_log2, l)
 
 
 def attention(q, k, v, causal=False, tma=True):

@@ -1,24 +1,34 @@
 """FlashAttention v3, forward (Shah et al. 2024), in Gluon, for Hopper (sm_90). Read v2.py first.
 
-The algorithm is v2's, number for number. What changes is who does what, and when. Hopper's copies
-and its tensor cores are asynchronous: one instruction starts them, and the threads that issued it
-are free. v2 has every warp load, multiply and exponentiate in turn; here they divide the work.
+  producer warp                          consumer warpgroups 0 and 1: 64 queries each
+  TMA Q[c] ------- q full -------------> S = Q K[0], P = softmax
+  TMA K[j] ------- full, stage 2 j ----> start S' = Q K[j]
+  TMA V[j] ------- full, stage 2 j + 1 > start O += P V[j - 1];  softmax of S' meanwhile (OVERLAP)
+          <------- empty --------------- release K[j], V[j - 1]
 
-- TMA: a descriptor knows the tensor, one thread asks for a whole tile, and a barrier in shared
-  memory flips when it has arrived. No registers for addresses; rows past the end come as 0. The
-  output leaves the same way, and rows past the end are dropped.
-- Specialisation: one warp, the producer, does nothing but ask for tiles; it keeps 24 registers a
-  thread. Two warpgroups of 128 threads, the consumers, own 64 queries each and have 240: 64 for the
-  scores with 128 keys, up to 64 for the accumulator, 32 for P, the rest to work with.
-- WGMMA: a warpgroup multiplies matrices in shared memory; P comes straight from registers, because
-  a product lies there the way an operand has to.
-- OVERLAP: the scores of tile j are ordered together with the values of tile j - 1. While the tensor
-  cores are at the second product, the warpgroup is at the softmax of the first.
-- PINGPONG: the consumers take turns in giving orders, so that one is at its softmax while the
-  tensor cores work for the other. A clock has time for 16 exponentials or 2,048 multiply-adds.
+The algorithm is v2's, with the same numbers. What changes is which warps do what, and when.
+Hopper's copies and its tensor cores are asynchronous: one instruction starts them, and the threads
+that issued it are free. In v2 every warp loads, multiplies and exponentiates in turn; here they
+divide the work.
 
-Keys are walked from the last tile to the first. Tiles are square, so the diagonal and the end of
-the keys cut the last tile alone: it is masked before the loop, and the loop knows no mask.
+- TMA: a descriptor describes the tensor, one thread starts the copy of a whole tile, and a barrier
+  in shared memory completes when it has arrived. Addresses need no registers; rows past the end
+  arrive as 0. The output is stored in the same way, and rows past the end are dropped.
+- Specialisation: one warp, the producer, only loads tiles; it keeps 24 registers a thread. Two
+  warpgroups of 128 threads, the consumers, own 64 queries each and have 240: 64 for the scores with
+  128 keys, up to 64 for the accumulator, 32 for P, and the rest for everything else.
+- WGMMA: a warpgroup multiplies matrices in shared memory. P is taken from registers, because the
+  accumulator of a product has the layout of a left operand.
+- OVERLAP: QK of tile j and PV of tile j - 1 are started together. While the tensor cores run the
+  second product, the warpgroup computes the softmax of the first.
+- PINGPONG: the consumers issue in turns, so that one computes its softmax while the tensor cores
+  work for the other. A clock has time for 16 exponentials or 2,048 multiply-adds.
+
+Key tiles are visited from the last to the first. Tiles are square, so the diagonal and the end of
+the keys cut the last tile only: it is masked before the loop, and the loop has no mask. Example:
+300 causal tokens are three programs of 128 queries; the last one visits the key tiles 2, 1, 0.
+
+onchip/kernels/hopper/forward.py is this kernel with all options.
 """
 
 import math
@@ -30,19 +40,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 TILE = gl.constexpr(128)  # queries of a program, 64 for each consumer; and keys of a tile
-SLOTS = gl.constexpr(4)  # key tile j is filling 2 j of the ring, value tile j is filling 2 j + 1
+STAGES = gl.constexpr(4)  # key tile j is iteration 2 j, value tile j is iteration 2 j + 1
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, pipe, place):
-    q_ring, ring, turn = pipe
-    batch, head, row, tiles = place
+def produce(q_desc, k_desc, v_desc, pipes, work_tile):
+    q_pipeline, kv_pipeline, turn = pipes
+    batch, head, row, tiles = work_tile
     for c in gl.static_range(2):
-        hw.fill(q_desc, [batch, head, row + 64 * c, 0], q_ring, c)
+        hw.fill(q_desc, [batch, head, row + 64 * c, 0], q_pipeline, c)
     for j in range(tiles):
         at = [batch, head, (tiles - 1 - j) * TILE, 0]
-        hw.fill(k_desc, at, ring, 2 * j)
-        hw.fill(v_desc, at, ring, 2 * j + 1)
+        hw.fill(k_desc, at, kv_pipeline, 2 * j)
+        hw.fill(v_desc, at, kv_pipeline, 2 * j + 1)
 
 
 @gluon.jit
@@ -55,33 +65,33 @@ def softmax(s, m, l, scale_log2):
 
 
 @gluon.jit
-def consume(o_desc, lse_ptr, pipe, place, seqlen, scale_log2, C: gl.constexpr,
+def consume(o_desc, lse_ptr, pipes, work_tile, seqlen, scale_log2, C: gl.constexpr,
             CAUSAL: gl.constexpr, OVERLAP: gl.constexpr, PINGPONG: gl.constexpr):  # fmt: skip
-    q_ring, ring, turn = pipe
-    q_slots, q_full, _ = q_ring
-    slots, full, empty = ring
-    batch, head, row, tiles = place
-    HEAD_DIM: gl.constexpr = q_slots.shape[-1]
+    q_pipeline, kv_pipeline, turn = pipes
+    q_stages, q_full, _ = q_pipeline
+    stages, full, empty = kv_pipeline
+    batch, head, row, tiles = work_tile
+    HEAD_DIM: gl.constexpr = q_stages.shape[-1]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
     row = row + 64 * C
-    q = hw.matrix(q_slots, C)
+    q = hw.matrix(q_stages, C)
     m, l, acc = hw.empty_state(64, HEAD_DIM, S, O)
     hw.wait(q_full, C)
     hw.wait(full, 0)
-    s = hw.finish(hw.start_scores(q, slots, 0, S), 0)
+    s = hw.finish(hw.start_scores(q, stages, 0, S), 0)
     hw.arrive(empty, 0)
-    s = hw.visible(s, row, (tiles - 1) * TILE, seqlen, CAUSAL, S)
+    s = hw.mask_scores(s, row, (tiles - 1) * TILE, seqlen, CAUSAL, S)
     p_wide, m, l, alpha = softmax(s, m, l, scale_log2)
     p = gl.convert_layout(p_wide.to(q.dtype), P)
     for j in range(1, tiles):
         hw.wait(full, 2 * j)
         if PINGPONG:
             hw.wait(turn, 2 * (j - 1) + C)
-        s_next = hw.start_scores(q, slots, 2 * j, S)
+        s_next = hw.start_scores(q, stages, 2 * j, S)
         hw.wait(full, 2 * j - 1)
-        acc_next = hw.start_values(p, slots, 2 * j - 1, acc)
+        acc_next = hw.start_values(p, stages, 2 * j - 1, acc)
         if PINGPONG:
             hw.arrive(turn, 1 - C)
         s = hw.finish(s_next, 1 if OVERLAP else 0)
@@ -92,9 +102,11 @@ def consume(o_desc, lse_ptr, pipe, place, seqlen, scale_log2, C: gl.constexpr,
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
         p = gl.convert_layout(p_wide.to(q.dtype), P)
     hw.wait(full, 2 * tiles - 1)
-    acc = hw.finish(hw.start_values(p, slots, 2 * tiles - 1, acc), 0)
+    acc = hw.finish(hw.start_values(p, stages, 2 * tiles - 1, acc), 0)
     acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
-    hw.store_tile(o_desc, [batch, head, row, 0], q_slots, C, acc.to(q.dtype))  # q is used up
+    hw.store_tile(
+        o_desc, [batch, head, row, 0], q_stages, C, acc.to(q.dtype)
+    )  # q is not read any more
     hw.store_lse(lse_ptr, gl.program_id(1), row, seqlen, m * scale_log2, l)
     hw.store_wait(0)
 
@@ -103,15 +115,17 @@ def consume(o_desc, lse_ptr, pipe, place, seqlen, scale_log2, C: gl.constexpr,
 def forward_v3(q_desc, k_desc, v_desc, o_desc, lse_ptr, seqlen, num_heads, scale_log2,
                CAUSAL: gl.constexpr, OVERLAP: gl.constexpr, PINGPONG: gl.constexpr):  # fmt: skip
     turn = hw.barriers(2, 1)
-    hw.arrive(turn, 0)  # the first turn is consumer 0's
-    pipe = (hw.make_ring(q_desc, 2, 1), hw.make_ring(k_desc, SLOTS, 2), turn)
-    tile, plane = gl.program_id(0), gl.program_id(1)
+    hw.arrive(turn, 0)  # consumer 0 begins
+    pipes = (hw.make_pipeline(q_desc, 2, 1), hw.make_pipeline(k_desc, STAGES, 2), turn)
+    tile, batch_head = gl.program_id(0), gl.program_id(1)
     tiles = tile + 1 if CAUSAL else gl.num_programs(0)  # of keys
-    place = (plane // num_heads, plane % num_heads, tile * TILE, tiles)
+    work_tile = (batch_head // num_heads, batch_head % num_heads, tile * TILE, tiles)
     gl.warp_specialize([
-        (consume, (o_desc, lse_ptr, pipe, place, seqlen, scale_log2, 0, CAUSAL, OVERLAP, PINGPONG)),
-        (consume, (o_desc, lse_ptr, pipe, place, seqlen, scale_log2, 1, CAUSAL, OVERLAP, PINGPONG)),
-        (produce, (q_desc, k_desc, v_desc, pipe, place)),
+        (consume, (o_desc, lse_ptr, pipes, work_tile, seqlen, scale_log2, 0, CAUSAL, OVERLAP,
+                   PINGPONG)),
+        (consume, (o_desc, lse_ptr, pipes, work_tile, seqlen, scale_log2, 1, CAUSAL, OVERLAP,
+                   PINGPONG)),
+        (produce, (q_desc, k_desc, v_desc, pipes, work_tile)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 

@@ -38,7 +38,7 @@ VARIED: dict[str, dict[str, tuple]] = {
         "dynamic": (False, True),
     },
     "HopperBackwardConfig": {"q_stages": (2, 3, 4), "dout_stages": (1, 2, 3)},
-    "HopperGradientConfig": {
+    "HopperSplitConfig": {
         "b0_stages": (2, 3, 4),
         "b1_stages": (1, 2, 3),
         "held": (False, True),
@@ -95,7 +95,7 @@ HOPPER = (
     Table("HOPPER_FORWARD_SHORT", "hopper", "forward", ("causal",), (512, 1024), teams=True),
     Table("HOPPER_FORWARD_MASK", "hopper", "forward", ("blocks",), teams=True),
     Table("HOPPER_BACKWARD", "hopper", "backward"),
-    Table("HOPPER_GRADIENT", "hopper", "backward", options=(("deterministic", True),)),
+    Table("HOPPER_SPLIT", "hopper", "backward", options=(("deterministic", True),)),
     _narrow("HOPPER_EIGHT", "fp8"),
     _narrow("HOPPER_INT8", "int8"),
     _narrow("HOPPER_INT8_PV16", "int8_pv16"),

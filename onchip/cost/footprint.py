@@ -13,15 +13,15 @@ from onchip.kernels.tiles import (
     HOPPER_UNROUNDED_WIDTH,
     HopperBackwardConfig,
     HopperConfig,
-    HopperGradientConfig,
+    HopperSplitConfig,
     TritonConfig,
 )
 
 BARRIER = 8  # bytes
 FP32 = 4
-TICKETS = 2 * 4  # bytes
+WORK_ITEM = 2 * 4  # bytes
 RESERVED = 1024  # bytes that CUDA takes for every program from capability 8.0 on
-LOOKUPS = 8  # tiles whose page ids are fetched ahead
+PREFETCH_STAGES = 8  # tiles whose page ids are fetched ahead
 # The compiler hands values that warps share to those that it starts, through shared memory: 290 to
 # 700 bytes by the options of a call (Triton 3.6 and 3.9). No table says how many.
 HANDED_OVER = 1024
@@ -64,8 +64,8 @@ def hopper_forward(
     packed: bool = False,
 ) -> Footprint:
     """width, width_v: head dims as padded; wide: the output leaves unrounded, and from registers if
-    it has no room. Tickets say whose queries they are, of packed or paged sequences also where
-    those lie.
+    shared memory has no space. A work item names the tile of queries; for packed or paged sequences
+    also their offsets and lengths.
     """
     rows, n = 64 * config.consumers, config.tile_n
     buffers = {
@@ -78,17 +78,17 @@ def hopper_forward(
     elif not (config.out_in_q or wide):
         buffers["out"] = 2 * rows * width_v
     if page_size:
-        buffers["page ids"] = 4 * LOOKUPS * max(1, n // page_size)
-    buffers["tickets"] = TICKETS * (6 if packed or page_size else 3)
+        buffers["page ids"] = 4 * PREFETCH_STAGES * max(1, n // page_size)
+    buffers["work queue"] = WORK_ITEM * (6 if packed or page_size else 3)
     rings = config.q_stages * config.consumers + 2 * config.num_stages + 2
     barriers = 2 * rings + config.consumers  # full and empty; and whose turn it is
-    if config.numbered:
+    if config.named_barriers:
         barriers -= config.num_stages  # those of empty keys are not memory
     return Footprint(buffers, barriers, *_threads(config, config.consumers))
 
 
 def _threads(
-    config: HopperConfig | HopperBackwardConfig | HopperGradientConfig, consumers: int
+    config: HopperConfig | HopperBackwardConfig | HopperSplitConfig, consumers: int
 ) -> tuple[int, int, tuple[tuple[int, int], ...]]:
     """Registers are divided by warpgroups: the warp that loads has one to itself."""
     roles = ((128 * consumers, config.consumer_regs), (128, config.producer_regs))
@@ -109,7 +109,9 @@ def hopper_decode(width: int, page_size: int = 0, eight: bool = False) -> Footpr
     buffers["exchange"] = FP32 * 4 * 16 * (width + 2)
     if page_size:
         parts = 64 // min(64, page_size)
-        buffers["page ids"] = 4 * LOOKUPS * (parts + 1)  # and the sequence that each tile is of
+        buffers["page ids"] = (
+            4 * PREFETCH_STAGES * (parts + 1)
+        )  # and the sequence that each tile is of
         buffers["lengths"] = 4 * 32  # of sequences; larger batches have 256 or 2,048
     registers = HOPPER_DECODE_EIGHT_REGISTERS if eight else 255
     return Footprint(buffers, 2 * stages + 1, 160, registers)
@@ -127,7 +129,7 @@ def hopper_backward(
         "k": 2 * n * width,
         "v": 2 * n * width,
         "dq, or dk and dv on their way": FP32 * 2 * 64 * 64,
-        "tickets": TICKETS if dynamic else 0,
+        "work queue": WORK_ITEM if dynamic else 0,
     }
     if with_dq:
         buffers["ds"] = 2 * 2 * n * m
@@ -135,8 +137,8 @@ def hopper_backward(
     return Footprint(buffers, 2 * rings + 1, *_threads(config, 2))
 
 
-def hopper_gradient(
-    config: HopperGradientConfig,
+def hopper_backward_split(
+    config: HopperSplitConfig,
     width: int,
     keys: bool = False,
     values: bool = False,
@@ -150,7 +152,7 @@ def hopper_gradient(
     buffers |= {
         "b0": 2 * config.b0_stages * config.tile * width,
         "b1": 2 * config.b1_stages * config.tile * width,
-        "tickets": TICKETS if dynamic else 0,
+        "work queue": WORK_ITEM if dynamic else 0,
     }
     if keys:
         buffers["lse and delta"] = FP32 * config.b0_stages * 2 * config.tile

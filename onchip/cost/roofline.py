@@ -22,10 +22,10 @@ from onchip.core.problem import Problem
 from onchip.cost.hardware import Hardware
 from onchip.kernels.tiles import (
     HopperConfig,
-    HopperGradientConfig,
+    HopperSplitConfig,
     hopper_backward_config,
     hopper_forward_of,
-    hopper_gradient_config,
+    hopper_split_config,
     hopper_width,
 )
 
@@ -276,7 +276,7 @@ def backward_step(width: int, hardware: Hardware, dtype: torch.dtype, with_dq: b
 
 def _gradient(problem: Problem, width: int, name: str, hardware: Hardware, density: float) -> Phase:
     """dq, dk or dv in a kernel of its own."""
-    config, keys = hopper_gradient_config(width), name != "dq"
+    config, keys = hopper_split_config(width), name != "dq"
     counts = density * steps(problem, GRADIENT_ROWS, config.tile, keys=keys)
     own = 2 if name == "dv" else 3  # matrices of own rows that come or leave
     moved = own * GRADIENT_ROWS * width * problem.dtype.itemsize
@@ -292,7 +292,7 @@ def _gradient(problem: Problem, width: int, name: str, hardware: Hardware, densi
 
 
 def gradient_step(
-    config: HopperGradientConfig, width: int, values: bool, hardware: Hardware, dtype: torch.dtype
+    config: HopperSplitConfig, width: int, values: bool, hardware: Hardware, dtype: torch.dtype
 ) -> Step:
     """64 own rows and a tile of the others: scores, their gradient unless for dv, the product."""
     pairs = 64 * config.tile

@@ -188,8 +188,8 @@ def run(
     causal and sinks apply to the own call alone: shared keys are before every query, and a sink
     counts once. merge(own, parts, out_dtype) merges the own state, packed, with the states of the
     levels: state.merge_out_lse, unless a device has a kernel for it. at_once(own, level) gets both
-    calls, each with an `sm_partition` among its options, runs them concurrently and returns the results of
-    attend, or None. On None, and without at_once, the calls run one after the other.
+    calls, each with an `sm_partition` among its options, runs them concurrently and returns the
+    results of attend, or None. On None, and without at_once, the calls run one after the other.
     """
     for_all, for_own = _split_options(options)
     rows = _packed(plan, q, pages)

@@ -271,10 +271,14 @@ class HopperConfig(NamedTuple):
     pingpong: bool = False  # consumers take turns on the tensor cores
     out_in_q: bool = False  # the output leaves through the queries' memory; q_stages must be 1
     rescale: str = "always"  # "moved": where a maximum did; "stale" (v4): by more than 2^8
-    under: bool = False  # rescale under the next product of scores, not after this one's values
-    hold: int = 0  # exponentials of a thread before it waits for the product of the last values
-    numbered: bool = False  # keys are released by numbered barriers
-    poly: int = 0  # v4: every poly-th exponential by multiply-adds
+    rescale_under_qk: bool = (
+        False  # rescale under the next product of scores, not after this one's values
+    )
+    delay_pv_wait: int = (
+        0  # exponentials of a thread before it waits for the product of the last values
+    )
+    named_barriers: bool = False  # keys are released by named barriers
+    emulated_exp2: int = 0  # v4: every emulated_exp2-th exponential by multiply-adds
     dynamic: bool = False  # tiles are handed out one by one even where all take as long
     consumer_regs: int = 240
     producer_regs: int = 24
@@ -286,9 +290,17 @@ _THREE = {"consumer_regs": 160, "producer_regs": 32, "entry_regs": 128}
 _D64 = HopperConfig(128, 3, 2, q_stages=2, pingpong=True, **_THREE)
 _D64_TWO = HopperConfig(128, 2, 4, q_stages=2)
 # Where no maximum moves, nothing is rescaled: 1.01-1.03x, and the same bits.
-# Exponentials under the values' product 1.01-1.03x from 4k on, numbered barriers 1.01x.
+# Exponentials under the values' product 1.01-1.03x from 4k on, named barriers 1.01x.
 _D128 = HopperConfig(
-    128, 2, 2, q_stages=2, rescale="moved", under=True, hold=16, numbered=True, dynamic=True
+    128,
+    2,
+    2,
+    q_stages=2,
+    rescale="moved",
+    rescale_under_qk=True,
+    delay_pv_wait=16,
+    named_barriers=True,
+    dynamic=True,
 )
 # 64 keys a tile: the accumulator takes 128 registers; q and two stages of k and v fill 192 kB.
 # dynamic: ptxas then waits for the values' product in the middle of the softmax, not before it.
@@ -296,12 +308,12 @@ _D256 = HopperConfig(64, 2, 2, out_in_q=True, dynamic=True)
 # By head_dim, bf16 on an H200, 2026-11-16; docs/notebook.md has the runs.
 HOPPER_FORWARD = {
     64: _D64,
-    128: _D128._replace(hold=8),
-    256: _D256._replace(rescale="moved", hold=4, numbered=True),
+    128: _D128._replace(delay_pv_wait=8),
+    256: _D256._replace(rescale="moved", delay_pv_wait=4, named_barriers=True),
 }
 # The wait for values behind 4 exponentials: 1.08x in dense calls of head_dim 256, where more or
-# numbered barriers cost 1 to 5 %; causal ones 1.03x, with numbered barriers and rescale="moved".
-HOPPER_FORWARD_DENSE = {128: _D128, 256: _D256._replace(hold=4)}
+# named barriers cost 1 to 5 %; causal ones 1.03x, with named barriers and rescale="moved".
+HOPPER_FORWARD_DENSE = {128: _D128, 256: _D256._replace(delay_pv_wait=4)}
 # Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k. Of a square they
 # waste what does not fill the last one; at 512 tokens both are as fast. Tiles of a narrow window
 # are mostly edges, too: 1.25x with 256 keys, 1.29x with 512, 1.04 to 0.99x with 1,024, 0.90x with
@@ -315,8 +327,8 @@ HOPPER_FEW = 64
 # 50 %. The wait for values behind 4 exponentials at head_dim 128: 1.01x; 2, 4, 8 at 64: 1.003x,
 # 0.996x, 0.976x with 75 % of the blocks.
 HOPPER_FORWARD_MASK = {
-    64: HopperConfig(128, 3, 4, q_stages=2, numbered=True, hold=2, **_THREE),
-    128: _D128._replace(hold=4),
+    64: HopperConfig(128, 3, 4, q_stages=2, named_barriers=True, delay_pv_wait=2, **_THREE),
+    128: _D128._replace(delay_pv_wait=4),
     256: _D256,
 }
 # Rows that have little in common: consumers wait for tiles that are others'. Of blocks at random,
@@ -330,7 +342,7 @@ HOPPER_STRIPS = 0.52
 _LOOKING_UP = {"consumer_regs": 232, "producer_regs": 40}
 # What is worth 1 to 3 % where keys lie side by side costs 8 % here (H200, 2026-11-16, a level of 64
 # x 4 rows over 8k keys: 24.0 us with it, 22.0 without), presumably because of many small copies.
-_AT_EASE = {"hold": 0, "numbered": False}
+_AT_EASE = {"delay_pv_wait": 0, "named_barriers": False}
 HOPPER_FORWARD_PAGED = {
     64: _D64_TWO._replace(**_LOOKING_UP),
     128: _D128._replace(**_LOOKING_UP, **_AT_EASE),
@@ -340,7 +352,7 @@ HOPPER_FORWARD_PAGED = {
 
 # Operands of 8 bits, by the larger padded head_dim: tiles of the 128 keys that share a scale. Of
 # 256 columns of values, 128 at a time are summed. H200, 8k tokens, 2026-11-16: turns 1.04, 1.03 and
-# 1.09x, tickets one by one 1.01 to 1.02x; two consumers without turns 0.76x at 64, 0.82x at 128.
+# 1.09x, dynamic scheduling 1.01 to 1.02x; two consumers without turns 0.76x at 64, 0.82x at 128.
 HOPPER_EIGHT = {
     64: HopperConfig(128, 3, 4, q_stages=2, pingpong=True, dynamic=True, **_THREE),
     128: HopperConfig(128, 3, 4, q_stages=2, pingpong=True, dynamic=True, **_THREE),
@@ -467,7 +479,7 @@ def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
     return HOPPER_BACKWARD[hopper_width(head_dim)]
 
 
-class HopperGradientConfig(NamedTuple):
+class HopperSplitConfig(NamedTuple):
     """One producer warp and two consumer warpgroups of 64 own rows each; `tile` rows of the other
     side stream by.
     """
@@ -475,7 +487,9 @@ class HopperGradientConfig(NamedTuple):
     tile: int
     b0_stages: int
     b1_stages: int
-    held: bool = False  # the own rows also lie in registers: tiles of 64 read much shared memory
+    own_in_registers: bool = (
+        False  # the own rows also lie in registers: tiles of 64 read much shared memory
+    )
     consumer_regs: int = 240
     producer_regs: int = 24
     entry_regs: int = 168
@@ -483,15 +497,15 @@ class HopperGradientConfig(NamedTuple):
 
 # By head_dim, 2026-11-15. tile is that of HOPPER_BACKWARD, with which it shares lse and delta. The
 # own rows of head_dim 256 fill 128 kB; b1 is free again as soon as its one product is done.
-HOPPER_GRADIENT = {
-    64: HopperGradientConfig(128, 3, 2),
-    128: HopperGradientConfig(64, 3, 2, held=True),
-    256: HopperGradientConfig(64, 2, 1),
+HOPPER_SPLIT = {
+    64: HopperSplitConfig(128, 3, 2),
+    128: HopperSplitConfig(64, 3, 2, own_in_registers=True),
+    256: HopperSplitConfig(64, 2, 1),
 }
 
 
-def hopper_gradient_config(head_dim: int) -> HopperGradientConfig:
-    return HOPPER_GRADIENT[hopper_width(head_dim)]
+def hopper_split_config(head_dim: int) -> HopperSplitConfig:
+    return HOPPER_SPLIT[hopper_width(head_dim)]
 
 
 @contextmanager

@@ -45,7 +45,7 @@ from onchip.core.backend import Grads, accumulator_dtype
 from onchip.core.problem import CachedCall, Options, Tensors, Window, describe, device_info, prepare
 from onchip.masks import BlockMask, Mask
 from onchip.masks.nodes import Grid, Interval, Node, both, build
-from onchip.masks.submask import node_of
+from onchip.masks.submask import node_of, submask
 from onchip.parallel.sharding import Layout, documents_of, visible_cells
 
 KV = tuple[Tensor, Tensor]  # keys and values, or dk and dv

@@ -29,8 +29,8 @@ def every_hopper_row():
     yield footprint.hopper_decode(128, 16, eight=True)
     for dim, config in tiles.HOPPER_BACKWARD.items():
         yield footprint.hopper_backward(config, dim)
-    for dim, config in tiles.HOPPER_GRADIENT.items():
-        yield footprint.hopper_gradient(config, dim, keys=True)
+    for dim, config in tiles.HOPPER_SPLIT.items():
+        yield footprint.hopper_backward_split(config, dim, keys=True)
 
 
 @pytest.mark.parametrize("row", list(every_hopper_row()))
@@ -68,7 +68,7 @@ def test_programs_are_as_many_as_the_scarcer_memory_allows():
 
 def test_a_tile_of_head_dim_128_fills_the_chip():
     row = footprint.hopper_forward(tiles.HOPPER_FORWARD[128], 128, 128)
-    assert row.buffers == {"q": 65536, "k": 65536, "v": 65536, "out": 32768, "tickets": 24}
+    assert row.buffers == {"q": 65536, "k": 65536, "v": 65536, "out": 32768, "work queue": 24}
     assert row.shared_bytes == 229400 + 8 * row.barriers and row.threads == 384
     alone = tiles.HOPPER_FORWARD[128]._replace(q_stages=1)
     unrounded = footprint.hopper_forward(alone, 128, 128, wide=True)

@@ -40,9 +40,11 @@ def backward_refusal(kernel: str, qkv: tuple[Tensor, ...], **options) -> str | N
     """Why this kernel has no backward for such a call, or None if it has."""
     from onchip.core.dispatch import plan
 
-    asked = onchip.explain(*(x.detach().requires_grad_() for x in qkv), kernel=kernel, **options)
+    explained = onchip.explain(
+        *(x.detach().requires_grad_() for x in qkv), kernel=kernel, **options
+    )
     try:
-        plan(asked.problem, asked.device, kernel, backward=True)
+        plan(explained.problem, explained.device, kernel, backward=True)
     except onchip.UnsupportedError as error:
         return str(error)
     return None
@@ -125,7 +127,7 @@ def test_huge_scores(kernel, dtype, head_dim, scores):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Memory that nobody has written is NaN, integers are far away."""
+    """Unwritten memory is NaN; unwritten integers are far out of range."""
 
     def fill(x: Tensor) -> Tensor:
         return x.fill_(math.nan if x.is_floating_point() else 2**30) if x.is_cuda else x
@@ -193,7 +195,7 @@ def huge(*shape: int) -> Tensor:
 
 @each_kernel
 def test_a_sequence_past_two_billion_elements(kernel):
-    """The first and the last rows of q, k, v, out and their gradients are those of a short one."""
+    """The first and the last rows of q, k, v, out and their gradients equal a short call's."""
     window = {"window_size": (LEFT, 0), "kernel": kernel}
     q, k, v, dout = (huge(1, PAST) for _ in range(4))
     found = results((q, k, v), dout, **window)

@@ -8,7 +8,7 @@ import torch
 from onchip.cost import question
 from onchip.kernels.tiles import (
     HOPPER_BACKWARD,
-    HOPPER_GRADIENT,
+    HOPPER_SPLIT,
     TRITON_CHUNK,
     TRITON_DECODE,
     hopper_forward_of,
@@ -45,7 +45,7 @@ def test_two_consumers_take_tiles_that_meet_few_keys(options, seqlen, consumers)
 @pytest.mark.parametrize("head_dim", HOPPER_BACKWARD)
 def test_the_kernels_of_the_hopper_backward_share_lse_and_delta(head_dim):
     """prepare_kernel writes them once, tile by tile, for both."""
-    assert HOPPER_GRADIENT[head_dim].tile == HOPPER_BACKWARD[head_dim].tile_m
+    assert HOPPER_SPLIT[head_dim].tile == HOPPER_BACKWARD[head_dim].tile_m
 
 
 @pytest.mark.parametrize("head_dim", HOPPER_BACKWARD)

@@ -1,1 +1,1 @@
-"""Hopper kernels in Gluon; `entry` answers dispatch without importing Triton."""
+"""FlashAttention kernels for Hopper in Gluon. `entry` answers dispatch without importing Triton."""

@@ -75,7 +75,7 @@ class HopperBackend(Backend):
 
     def forward(self, problem, x):
         if problem.precision is not None:
-            from onchip.kernels.hopper.launch8 import forward as launch
+            from onchip.kernels.hopper.launch_8bit import forward as launch
         elif splits_keys(problem):
             from onchip.kernels.hopper.launch_decode import decode as launch
         else:
@@ -204,7 +204,7 @@ def _forward_into(problem, x, out, lse):
 
 
 def _start_accumulation(problem, x, out, lse, dout, dlse):
-    from onchip.kernels.hopper.launch_backward import Queries
+    from onchip.kernels.hopper.launch_backward import GradAccumulation
 
     with on_device(x.q):
-        return Queries.of(problem, x, out, lse, dout, dlse)
+        return GradAccumulation.of(problem, x, out, lse, dout, dlse)

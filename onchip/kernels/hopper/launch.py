@@ -1,4 +1,9 @@
-"""From a call's tensors to a launch of the Hopper kernels: descriptors, grid, tile table."""
+"""From a call's tensors to a launch of the Hopper forward: descriptors, grid, tile table.
+
+Worked shape: batch 1, 8 heads, 300 tokens, head_dim 128, causal: three query tiles of 128 rows for
+each head, so num_tiles = 24 and 24 programs. With 4,096 tokens there are 256 tiles for 132 SMs: 132
+programs, which draw their next tile from a counter.
+"""
 
 from functools import cache
 from typing import NamedTuple
@@ -12,18 +17,18 @@ from onchip.kernels.hopper.forward import forward_kernel
 from onchip.kernels.hopper.tensors import (
     L2_FORWARD,
     Descriptor,
+    batch_head_strides,
     descriptor,
-    grouped,
+    fill_without_keys,
+    gqa_descriptor,
+    l2_group_size,
     mask_arguments,
     num_sms,
-    paged,
-    plane_strides,
-    scales,
-    section_of,
-    span,
+    page_stride,
+    paged_descriptor,
+    softmax_scales,
     tile_constants,
-    with_rows,
-    without_keys,
+    with_contiguous_rows,
 )
 from onchip.kernels.runtime.counters import counter
 from onchip.kernels.runtime.launcher import Handle
@@ -43,38 +48,43 @@ _forward_kernel = Handle(forward_kernel)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
+    """Compute out and lse."""
     out, lse = empty_result(problem, x)
     if not out.numel() or not problem.batch:
         return Result(out, lse)
     if not x.k.numel() or (problem.page_size and not problem.seqlen_k):
-        return without_keys(out, lse, x.sinks)
+        return fill_without_keys(out, lse, x.sinks)
     _launch(problem, x, out, lse, problem.seqlen_q)
     return Result(out, lse)
 
 
 def forward_into(problem: Problem, x: Tensors, out: Tensor, lse: Tensor) -> None:
-    """Merge the result into a state that the same queries have over other keys: fp32 (batch,
-    seqlen, heads, head_dim_v) and fp64 (batch, heads, seqlen), both some tokens of a whole state.
+    """Merge the result into a state of the same queries over other keys: out in fp32 (batch,
+    seqlen, heads, head_dim_v) and lse in fp64 (batch, heads, seqlen), both slices of longer
+    tensors.
     """
     if out.numel() and x.k.numel():
-        _launch(problem, x, out, lse, room=lse.stride(1))
+        _launch(problem, x, out, lse, rows_per_batch=lse.stride(1))
 
 
-def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -> None:
-    config, strips = _walk(problem, x.mask)
-    cut = _cut(problem, config)
+def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, rows_per_batch: int) -> None:
+    """Launch the kernel. rows_per_batch: rows of out and lse from one batch entry to the next."""
+    config, strips = _choose_config(problem, x.mask)
+    width_v = hopper_width(problem.head_dim_v)
+    plan = _plan(problem, config)
     staged, second = hopper_stages_out(problem), is_second(problem)
-    programs = cut.num_tiles if second else min(cut.num_tiles, num_sms(x.q.device))
-    anything = lse  # stands for pointers that the compiled variant does not read
-    lists, list_strides = _mask_arguments(x.mask, strips, anything)
+    programs = plan.num_tiles if second else min(plan.num_tiles, num_sms(x.q.device))
+    draws = plan.dynamic and plan.num_tiles > programs
+    unused_ptr = lse  # for pointers that the compiled variant does not read
+    lists, list_strides = _mask_arguments(x.mask, strips, unused_ptr)
     _forward_kernel[(programs,)](
-        *_descriptors(problem, x, cut),
-        grouped(out, 64, cut.group, hopper_width(problem.head_dim_v)) if staged else out,
+        *_descriptors(problem, x, plan),
+        gqa_descriptor(out, 64, plan.group, width_v) if staged else out,
         lse,
-        anything if x.sinks is None else x.sinks,
-        anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
-        anything if x.cu_seqlens_k is None else x.cu_seqlens_k,
-        counter(lse.device) if cut.dynamic and cut.num_tiles > programs else lse.view(torch.int32),
+        unused_ptr if x.sinks is None else x.sinks,
+        unused_ptr if x.cu_seqlens_q is None else x.cu_seqlens_q,
+        unused_ptr if x.cu_seqlens_k is None else x.cu_seqlens_k,
+        counter(lse.device) if draws else unused_ptr.view(torch.int32),
         *lists,
         problem.seqlen_q,
         problem.seqlen_k,
@@ -82,28 +92,30 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
         x.k.shape[0],
         problem.num_heads,
         problem.group_size,
-        cut.left or 0,
-        cut.right or 0,
+        plan.left or 0,
+        plan.right or 0,
         *list_strides,
         problem.head_dim_v,
-        room,
-        cut.tiles_m,
-        cut.section,
-        cut.num_tiles,
-        *scales(problem),
-        *_page_arguments(x, anything),
+        rows_per_batch,
+        plan.tiles_m,
+        plan.l2_group,
+        plan.num_tiles,
+        *softmax_scales(problem),
+        *_page_arguments(x, unused_ptr),
         problem.batch,
-        **_variant(problem, cut),
+        **_variant(problem, plan),
         HAS_SINKS=x.sinks is not None,
         STAGED=staged,
         MERGE=lse.dtype == torch.float64,
         SECOND=second,
-        **_constants(cut.config, second or out.dtype != torch.float32),
+        **_constants(plan.config, second or out.dtype != torch.float32),
     )
 
 
-def _walk(problem: Problem, mask: BlockMask | None) -> tuple[HopperConfig, MaskStrips | None]:
-    """How a call is computed, and the strips of its mask if three consumers walk them."""
+def _choose_config(
+    problem: Problem, mask: BlockMask | None
+) -> tuple[HopperConfig, MaskStrips | None]:
+    """The tile config of a call, and the strips of its mask if three consumers use them."""
     config = hopper_forward_of(problem)
     if mask is None or config.consumers == 2:
         return config, None
@@ -113,30 +125,29 @@ def _walk(problem: Problem, mask: BlockMask | None) -> tuple[HopperConfig, MaskS
     return config, strips
 
 
-def _mask_arguments(mask: BlockMask | None, strips: MaskStrips | None, anything: Tensor) -> tuple:
-    """(pointers, strides) of a mask: its lists of block rows, or those of its strips."""
+def _mask_arguments(mask: BlockMask | None, strips: MaskStrips | None, unused_ptr: Tensor) -> tuple:
+    """(pointers, strides) of a mask: its lists of block rows, or its strips."""
     if mask is None or strips is None:
         rows, tiles = (None, None) if mask is None else (mask.rows, mask.tiles)
-        lists, strides = mask_arguments(rows, tiles, anything)
-        return (*lists, anything, anything), strides
-    pointers = (*[anything] * 5, mask.tiles, strips.heads, strips.entries)
-    return pointers, plane_strides(strips.heads)
+        lists, strides = mask_arguments(rows, tiles, unused_ptr)
+        return (*lists, unused_ptr, unused_ptr), strides
+    pointers = (*[unused_ptr] * 5, mask.tiles, strips.heads, strips.entries)
+    return pointers, batch_head_strides(strips.heads)
 
 
 def is_second(problem: Problem) -> bool:
     """Whether the call shares the SMs with its predecessor (problem.SMPartition), with a program
-    for every tile: the predecessor may still use the counter from which they would be drawn
-    otherwise.
+    for every tile: the predecessor may still use the counter from which tiles would be drawn.
     """
     partition = problem.sm_partition
     if partition is None or not partition.second:
         return False
-    return _cut(problem, hopper_forward_of(problem)).num_tiles <= partition.programs
+    return _plan(problem, hopper_forward_of(problem)).num_tiles <= partition.programs
 
 
-class _Cut(NamedTuple):
-    """How a call is cut into tiles: `group` heads share each, and programs get them one by one if
-    `dynamic`. left and right: how far queries see, causal ones 0 to the right.
+class _ForwardPlan(NamedTuple):
+    """How a call is split into tiles: `group` heads share each tile; `dynamic`: programs draw tiles
+    one by one. left and right: the window, right = 0 if causal.
     """
 
     config: HopperConfig
@@ -144,96 +155,101 @@ class _Cut(NamedTuple):
     right: int | None
     group: int
     tiles_m: int
-    section: int
+    l2_group: int
     num_tiles: int
     dynamic: bool
 
 
-def _cut(problem: Problem, config: HopperConfig) -> _Cut:
+def _plan(problem: Problem, config: HopperConfig) -> _ForwardPlan:
+    """The plan of a call."""
     left, right = problem.window
-    group = _rows_of_a_query(problem, config, right is not None)
+    group = _heads_per_tile(problem, config, right is not None)
     tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
-    planes = problem.batch * problem.num_heads // group
+    num_head_tiles = problem.batch * problem.num_heads // group
     uneven = right is not None or left is not None or problem.packed or problem.has_mask
     dynamic = uneven or config.dynamic or problem.page_size > 0
-    section = _section(problem, planes, group)
-    return _Cut(config, left, right, group, tiles_m, section, tiles_m * planes, dynamic)
+    l2_group = _l2_group(problem, num_head_tiles, group)
+    return _ForwardPlan(
+        config, left, right, group, tiles_m, l2_group, tiles_m * num_head_tiles, dynamic
+    )
 
 
-def _descriptors(problem: Problem, x: Tensors, cut: _Cut) -> tuple:
-    """q, k and v as the kernel takes them."""
+def _descriptors(problem: Problem, x: Tensors, plan: _ForwardPlan) -> tuple:
+    """Descriptors of q, k and v."""
     width, width_v, tile_n = (
         hopper_width(problem.head_dim),
         hopper_width(problem.head_dim_v),
-        cut.config.tile_n,
+        plan.config.tile_n,
     )
     return (
-        grouped(x.q, 64, cut.group, width),
+        gqa_descriptor(x.q, 64, plan.group, width),
         _keys(problem, x.k, tile_n, width),
         _keys(problem, x.v, tile_n, width_v),
     )
 
 
-def _variant(problem: Problem, cut: _Cut) -> dict:
-    """What the kernel is compiled for, beside its row of the tile table."""
+def _variant(problem: Problem, plan: _ForwardPlan) -> dict:
+    """The compiled variant, apart from the row of the tile table."""
     return {
         "WIDTH": hopper_width(problem.head_dim_v),
         "PACKED": problem.packed,
-        "HAS_LEFT": cut.left is not None,
-        "HAS_RIGHT": cut.right is not None,
+        "HAS_LEFT": plan.left is not None,
+        "HAS_RIGHT": plan.right is not None,
         "HAS_MASK": problem.has_mask,
         "SOFTCAP": problem.softcap != 0,
-        "DYNAMIC": cut.dynamic,
+        "DYNAMIC": plan.dynamic,
         "PAGE_SIZE": problem.page_size,
-        "GROUP": cut.group,
+        "GROUP": plan.group,
     }
 
 
-def _rows_of_a_query(problem: Problem, config: HopperConfig, cut: bool) -> int:
-    """How many heads share a tile, and with it the keys they read: all of a group, over pages and
-    where a tile has room for all of its queries.
+def _heads_per_tile(problem: Problem, config: HopperConfig, is_cut: bool) -> int:
+    """How many heads share a tile, and with it the keys they read: all heads of a group, over pages
+    and where one tile holds all their queries.
     """
     group = problem.group_size
     if problem.has_mask or 64 % group:
         return 1
     dim = max(hopper_width(problem.head_dim), hopper_width(problem.head_dim_v))
-    varied = cut and dim in HOPPER_FORWARD_SHORT  # a third variant would be one too many
+    varied = is_cut and dim in HOPPER_FORWARD_SHORT  # one variant less to compile
     few = problem.seqlen_q * group <= 64 * config.consumers and not varied
     return group if few or problem.page_size else 1
 
 
 def _keys(problem: Problem, t: Tensor, tile_n: int, width: int) -> Descriptor:
+    """The descriptor of k or v."""
     if problem.page_size:
-        return paged(t, min(problem.page_size, tile_n), width)
+        return paged_descriptor(t, min(problem.page_size, tile_n), width)
     return descriptor(t, tile_n, width)
 
 
-def _page_arguments(x: Tensors, anything: Tensor) -> tuple:
+def _page_arguments(x: Tensors, unused_ptr: Tensor) -> tuple:
     """The page table as the kernel takes it."""
     table, seqlens = x.page_table, x.cache_seqlens
     if table is None or seqlens is None:
-        return anything, anything, 0, 0, 0, 0, 0
-    table = with_rows(table)
-    sizes = table.stride(0), table.shape[1], x.k.shape[0], span(x.k), span(x.v)
+        return unused_ptr, unused_ptr, 0, 0, 0, 0, 0
+    table = with_contiguous_rows(table)
+    sizes = table.stride(0), table.shape[1], x.k.shape[0], page_stride(x.k), page_stride(x.v)
     return table, seqlens.contiguous(), *sizes
 
 
 @cache
 def _constants(config: HopperConfig, early: bool) -> dict:
-    """early: programs start beside the end of the call before. Not those of a ring's rounds, whose
-    results are not rounded: they would wait on processors that a round of another stream could use.
+    """early: programs start while the previous kernel ends (PDL). Not in the rounds of ring
+    attention (fp32 output): they would occupy SMs that a kernel of another stream could use.
     """
     return tile_constants(config) | {
         "launch_pdl": early,
         "PINGPONG": config.pingpong,
         "OUT_IN_Q": config.out_in_q,
         "RESCALE": config.rescale,
-        "POLY": config.poly,
-        "UNDER": config.under,
-        "HOLD": config.hold,
+        "EMULATED_EXP2": config.emulated_exp2,
+        "RESCALE_UNDER_QK": config.rescale_under_qk,
+        "DELAY_PV_WAIT": config.delay_pv_wait,
     }
 
 
-def _section(problem: Problem, planes: int, group: int) -> int:
+def _l2_group(problem: Problem, num_head_tiles: int, group: int) -> int:
+    """Heads computed together: see l2_group_size."""
     per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    return section_of(planes, per_head * group // problem.group_size, L2_FORWARD)
+    return l2_group_size(num_head_tiles, per_head * group // problem.group_size, L2_FORWARD)

@@ -1,12 +1,17 @@
-"""From a call's tensors to the launches of the Hopper backward: prepare, the gradients, finish.
+"""From a call's tensors to the launches of the Hopper backward: prepare, gradients, finish.
 
-All gradients come from one kernel (backward.py) where dq may be summed in the order tiles happen to
-finish; else dq comes from a kernel of its own (gradient.py), and at head_dim 256 dk and dv, too.
+  prepare_kernel ---> backward_kernel ------> finish_kernel        dq: fp32 accumulator, any order
+  prepare_kernel ---> backward_kernel (dk, dv), backward_split_kernel (dq)        deterministic
+  prepare_kernel ---> backward_split_kernel (dk), (dv), (dq)                      head_dim 256
 
-Between them travel two buffers in which every sequence of every head starts a new tile of queries
-(numbered as backward.Job.padded_tile does): `rows`, per tile tile_m times lse in base 2, then
-tile_m times delta; and the fp32 accumulator of dq, per tile its parts of 64 x 64 in the order of
-backward.fragments.
+One kernel (backward.py) computes all gradients where dq may be summed in the order in which tiles
+finish. Otherwise dq has a kernel of its own (backward_split.py), and at head_dim 256 dk and dv too.
+
+Two buffers connect the kernels. In both, every sequence of every head starts a new tile of queries
+(index: backward.BackwardParams.padded_tile). `rows` has tile_m times lse in base 2 for each tile,
+then tile_m times delta. The fp32 accumulator of dq has the 64 x 64 parts of each tile in the order
+of backward.to_fragment_order. Example: 300 tokens and tile_m = 64 are 5 tiles for each head; the
+last one has 44 rows, and 20 with lse = +inf.
 """
 
 from functools import cache
@@ -21,75 +26,77 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from onchip.core.backend import Grads, grad_dtype, row_delta, sink_gradient
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.hopper.backward import backward_kernel
-from onchip.kernels.hopper.launch_gradient import key_gradient, query_gradient, value_gradient
+from onchip.kernels.hopper.launch_backward_split import compute_dk, compute_dq, compute_dv
 from onchip.kernels.hopper.tensors import (
     L2_BACKWARD,
-    Frame,
+    BackwardArguments,
     descriptor,
-    gradient_tiles,
+    grad_descriptor,
+    l2_group_size,
     num_sms,
-    numbers,
-    scales,
-    section_of,
-    team,
+    softmax_scales,
+    vector_descriptor,
+    warp_constants,
 )
 from onchip.kernels.runtime.counters import counter
 from onchip.kernels.runtime.launcher import Handle, on_device
 from onchip.kernels.tiles import (
     HopperBackwardConfig,
     hopper_backward_config,
-    hopper_gradient_config,
+    hopper_split_config,
     hopper_width,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
-PART = tl.constexpr(64 * 64)  # of dq, one consumer's share of a tile
+PART = tl.constexpr(64 * 64)  # of dq, one consumer's part of a tile
 Pair = tuple[Tensor, Tensor]
-_LENGTHS = ("num_heads", "seqlen_q", "total_q", "num_sequences", "num_tiles", "room")
+_LENGTHS = ("num_heads", "seqlen_q", "total_q", "num_sequences", "num_tiles", "rows_per_batch")
 
 
 def backward(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
+    """Compute all gradients."""
     if not (x.q.numel() and x.k.numel()):
         return _without_scores(problem, x, out, lse, dout, dlse)
-    call = Call.of(problem, x)
+    buffers = BackwardBuffers.of(problem, x)
     delta = None if x.sinks is None else torch.empty_like(lse)
-    dout = _prepare(problem, call, x, (out, lse, dout, dlse), delta)
-    if call.width == 256:
-        dk = key_gradient(problem, x, dout, call.rows, call.counters[0])
-        dv = value_gradient(problem, x, dout, call.rows, call.counters[1])
+    dout = _prepare(problem, buffers, x, (out, lse, dout, dlse), delta)
+    if buffers.width == 256:
+        dk = compute_dk(problem, x, dout, buffers.rows, buffers.counters[0])
+        dv = compute_dv(problem, x, dout, buffers.rows, buffers.counters[1])
     else:
         dk, dv = _empty(problem, x.k), _empty(problem, x.v)
-        _gradients(problem, call, x, dout, dk, dv)
-    if call.dq is None:
-        dq = query_gradient(problem, x, dout, call.rows, call.counters[2])
+        _launch_backward(problem, buffers, x, dout, dk, dv)
+    if buffers.dq is None:
+        dq = compute_dq(problem, x, dout, buffers.rows, buffers.counters[2])
     else:
         dq = _empty(problem, x.q)
-        _finish(problem.softmax_scale, call, x.cu_seqlens_q, dq)
+        _finish(problem.softmax_scale, buffers, x.cu_seqlens_q, dq)
     dsinks = None if delta is None else sink_gradient(x.sinks, lse, delta)
     return Grads(dq, dk, dv, dsinks=dsinks)
 
 
 def _empty(problem: Problem, like: Tensor) -> Tensor:
+    """An uninitialised gradient of `like`."""
     return like.new_empty(like.shape, dtype=grad_dtype(problem))
 
 
 def _without_scores(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
-    """No query or no key: only the sinks have a gradient."""
+    """Without queries or keys, only the sinks have a gradient."""
     dq, dk, dv = (t.new_zeros(t.shape, dtype=grad_dtype(problem)) for t in x[:3])
     if x.sinks is None:
         return Grads(dq, dk, dv)
     return Grads(dq, dk, dv, dsinks=sink_gradient(x.sinks, lse, row_delta(out, dout, dlse)))
 
 
-class Call(NamedTuple):
-    """One call's tile shape, lengths and buffers. `lengths` are num_heads, seqlen_q, total_q,
-    num_sequences and the number of tiles of the longest sequence. Without an accumulator, dq is
-    computed by a kernel of its own. `counters` has one for each kernel that hands out tickets, on
-    16 bytes.
+class BackwardBuffers(NamedTuple):
+    """Tile shape, lengths and buffers of one call. `lengths`: num_heads, seqlen_q, total_q,
+    num_sequences, and the number of tiles of the longest sequence. Without an accumulator a
+    separate kernel computes dq. `counters`: one for each kernel with dynamic scheduling, 16 bytes
+    apart.
     """
 
     tile_m: int
@@ -100,9 +107,9 @@ class Call(NamedTuple):
     counters: Tensor
 
     @staticmethod
-    def of(problem: Problem, x: Tensors) -> "Call":
+    def of(problem: Problem, x: Tensors) -> "BackwardBuffers":
         width = hopper_width(max(problem.head_dim, problem.head_dim_v))
-        tile_m = hopper_gradient_config(width).tile
+        tile_m = hopper_split_config(width).tile
         tiles = -(-problem.seqlen_q // tile_m)
         total_q = x.q.shape[0]
         num_tiles = total_q // tile_m + problem.batch if problem.packed else tiles * problem.batch
@@ -112,64 +119,66 @@ class Call(NamedTuple):
         dq = None if apart else x.q.new_empty(num_rows * width, dtype=torch.float32)
         lengths = (problem.num_heads, problem.seqlen_q, total_q, problem.batch, tiles)
         counters = x.q.new_empty(4, 4, dtype=torch.int32)
-        return Call(tile_m, width, lengths, rows, dq, counters)
+        return BackwardBuffers(tile_m, width, lengths, rows, dq, counters)
 
     @property
     def num_programs(self) -> int:
+        """Query tiles of all heads and sequences."""
         num_heads, _, _, num_sequences, tiles = self.lengths
         return num_heads * num_sequences * tiles
 
 
-class Queries(NamedTuple):
-    """Queries whose gradients come from several calls, each over other keys: what all of them need,
-    lse and delta, is prepared once, and dq finished once.
+class GradAccumulation(NamedTuple):
+    """The gradients of queries over several calls with different keys, as in ring attention. lse
+    and delta are prepared once, and dq is finished once.
     """
 
-    call: Call
+    buffers: BackwardBuffers
     dout: Tensor
     softmax_scale: float
 
     @staticmethod
     def of(
         problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> "Queries":
-        call = Call.of(problem, x)
-        dout = _prepare(problem, call, x, (out, lse, dout, dlse), None)
-        return Queries(call, dout, problem.softmax_scale)
+    ) -> "GradAccumulation":
+        """Prepare lse and delta."""
+        buffers = BackwardBuffers.of(problem, x)
+        dout = _prepare(problem, buffers, x, (out, lse, dout, dlse), None)
+        return GradAccumulation(buffers, dout, problem.softmax_scale)
 
     def add(self, problem: Problem, x: Tensors, sums: Pair | None) -> Pair | None:
-        """What the keys of x contribute. sums are dk and dv to add to, fp32 and some tokens of
-        whole ones; without them, dk and dv are returned.
+        """Add the contribution of the keys of x. sums: dk and dv to add to, fp32 slices of longer
+        tensors. Without them, dk and dv are returned.
         """
-        dk, dv = found = sums or (_empty(problem, x.k), _empty(problem, x.v))
+        dk, dv = grads = sums or (_empty(problem, x.k), _empty(problem, x.v))
         with on_device(x.q):
-            call = self.call._replace(counters=counter(x.q.device))
-            _gradients(problem, call, x, self.dout, dk, dv, add=sums is not None)
-        return None if sums is not None else found
+            buffers = self.buffers._replace(counters=counter(x.q.device))
+            _launch_backward(problem, buffers, x, self.dout, dk, dv, add=sums is not None)
+        return None if sums is not None else grads
 
     def finish(self, dq: Tensor) -> None:
-        """Add dq to its sum, fp32 and some tokens of a whole one, in which they lie densely."""
+        """Add dq to its sum, a dense fp32 slice of a longer tensor."""
         with on_device(dq):
-            _finish(self.softmax_scale, self.call, None, dq, add=True)
+            _finish(self.softmax_scale, self.buffers, None, dq, add=True)
 
 
 @triton.jit
-def _place(cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles, room, program,
-           TILE_M: tl.constexpr):  # fmt: skip
-    """(head, its first row in out, its first number in lse, rows of the sequence, tile in it, tile
-    in the padded buffers) of one program. room: from one entry of a batch to the next, in rows.
+def _locate(cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles, rows_per_batch,
+            program, TILE_M: tl.constexpr):  # fmt: skip
+    """(head, its first row in out, its first element in lse, rows of the sequence, tile in it, tile
+    in the padded buffers) of one program. rows_per_batch: rows from one batch entry to the next.
     """
     tile = program % num_tiles
-    plane = program // num_tiles
-    b, h = plane // num_heads, plane % num_heads
+    batch_head = program // num_tiles
+    b, h = batch_head // num_heads, batch_head % num_heads
     if cu_seqlens_q is not None:
         q0 = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + b), 0), total_q)
         q1 = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + b + 1), q0), total_q)
         padded = h * (total_q // TILE_M + num_sequences) + q0 // TILE_M + b + tile
         return h, q0.to(tl.int64), h.to(tl.int64) * total_q + q0, q1 - q0, tile, padded
     else:
-        first = b.to(tl.int64) * room
-        return h, first, plane.to(tl.int64) * seqlen_q, seqlen_q, tile, program
+        first = b.to(tl.int64) * rows_per_batch
+        return h, first, batch_head.to(tl.int64) * seqlen_q, seqlen_q, tile, program
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -178,16 +187,16 @@ def prepare_kernel(
     num_heads, seqlen_q, total_q, num_sequences, num_tiles,
     HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """rows, and zeros in the counters and in the accumulator of dq, if there is one. delta =
-    rowsum(out * dout) - dlse; rows that see no key and rows past the end have lse = +inf, so that p
-    = exp2(s - lse) = 0. delta is also stored beside lse if delta_ptr is given.
+    """Fill `rows`, and clear the counters and the accumulator of dq, if there is one. delta =
+    rowsum(out * dout) - dlse. Rows that see no key and rows past the end get lse = +inf, so that p
+    = exp2(s - lse) = 0. delta is also stored like lse if delta_ptr is given.
     """
     gdc_wait()
     gdc_launch_dependents()
     program = tl.program_id(0)
     if program == 0:
         tl.store(counters_ptr + tl.arange(0, 16), tl.zeros([16], tl.int32))
-    h, first, first_lse, length, tile, padded = _place(
+    h, first, first_lse, length, tile, padded = _locate(
         cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles, seqlen_q, program,
         TILE_M,
     )  # fmt: skip
@@ -197,10 +206,10 @@ def prepare_kernel(
     row = tile * TILE_M + lane
     inside = row < length
     cols = tl.arange(0, WIDTH)
-    places = ((first + row) * num_heads + h)[:, None] * HEAD_DIM_V + cols[None, :]
+    offsets = ((first + row) * num_heads + h)[:, None] * HEAD_DIM_V + cols[None, :]
     mask = inside[:, None] & (cols < HEAD_DIM_V)[None, :]
-    out = tl.load(out_ptr + places, mask=mask, other=0.0).to(tl.float32)
-    dout = tl.load(dout_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     delta = tl.sum(out * dout, 1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + first_lse + row, mask=inside, other=0.0)
@@ -208,31 +217,32 @@ def prepare_kernel(
         tl.store(delta_ptr + first_lse + row, delta, mask=inside)
     lse = tl.load(lse_ptr + first_lse + row, mask=inside, other=float("-inf"))
     sees = lse > float("-inf")
-    numbers = rows_ptr + padded.to(tl.int64) * (2 * TILE_M) + lane
-    tl.store(numbers, tl.where(sees, lse * LOG2E, float("inf")))
-    tl.store(numbers + TILE_M, tl.where(sees, delta, 0.0))
+    pointers = rows_ptr + padded.to(tl.int64) * (2 * TILE_M) + lane
+    tl.store(pointers, tl.where(sees, lse * LOG2E, float("inf")))
+    tl.store(pointers + TILE_M, tl.where(sees, delta, 0.0))
     if dq_ptr is not None:
-        numbers = dq_ptr + padded.to(tl.int64) * (TILE_M * WIDTH) + tl.arange(0, TILE_M * WIDTH)
-        tl.store(numbers, tl.zeros([TILE_M * WIDTH], tl.float32))
+        first_number = dq_ptr + padded.to(tl.int64) * (TILE_M * WIDTH)
+        pointers = first_number + tl.arange(0, TILE_M * WIDTH)
+        tl.store(pointers, tl.zeros([TILE_M * WIDTH], tl.float32))
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def finish_kernel(
     acc_ptr, dq_ptr, cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles,
-    softmax_scale, room,
+    softmax_scale, rows_per_batch,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dq = softmax_scale * accumulator, one part of 64 x 64 a program, in the dtype of dq. ADD: it
-    is added to what is there.
+    """dq = softmax_scale * accumulator in the dtype of dq, a part of 64 x 64 for each program. ADD:
+    add to dq.
     """
     PARTS: tl.constexpr = TILE_M * WIDTH // PART
     ACROSS: tl.constexpr = WIDTH // 64
     gdc_wait()
     gdc_launch_dependents()
     part = tl.program_id(0) % PARTS
-    h, first, _, length, tile, padded = _place(
+    h, first, _, length, tile, padded = _locate(
         cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles,
-        room if ADD else seqlen_q, tl.program_id(0) // PARTS, TILE_M,
+        rows_per_batch if ADD else seqlen_q, tl.program_id(0) // PARTS, TILE_M,
     )  # fmt: skip
     row = tile * TILE_M + part // ACROSS * 64
     if row >= length:
@@ -242,11 +252,11 @@ def finish_kernel(
     dq = fragments.permute([0, 4, 2, 1, 3, 5]).reshape([64, 64]) * softmax_scale
     rows = row + tl.arange(0, 64)
     cols = part % ACROSS * 64 + tl.arange(0, 64)
-    places = ((first + rows) * num_heads + h)[:, None] * HEAD_DIM + cols[None, :]
+    offsets = ((first + rows) * num_heads + h)[:, None] * HEAD_DIM + cols[None, :]
     mask = (rows < length)[:, None] & (cols < HEAD_DIM)[None, :]
     if ADD:
-        dq += tl.load(dq_ptr + places, mask=mask, other=0.0)
-    tl.store(dq_ptr + places, dq.to(dq_ptr.dtype.element_ty), mask=mask)
+        dq += tl.load(dq_ptr + offsets, mask=mask, other=0.0)
+    tl.store(dq_ptr + offsets, dq.to(dq_ptr.dtype.element_ty), mask=mask)
 
 
 _prepare_kernel = Handle(prepare_kernel)
@@ -255,88 +265,96 @@ _finish_kernel = Handle(finish_kernel)
 
 
 def _prepare(
-    problem: Problem, call: Call, x: Tensors, saved: tuple, delta: Tensor | None
+    problem: Problem, buffers: BackwardBuffers, x: Tensors, saved: tuple, delta: Tensor | None
 ) -> Tensor:
-    """dout as the products take it; saved is (out, lse, dout, dlse or None)."""
+    """dout in the dtype of the products. saved: (out, lse, dout, dlse or None)."""
     out, lse, dout, dlse = saved
     dout = dout if dout.data_ptr() % 16 == 0 else dout.clone()
-    _prepare_kernel[(call.num_programs,)](
+    _prepare_kernel[(buffers.num_programs,)](
         out,
         dout,
         lse,
         None if dlse is None else dlse.contiguous(),
         delta,
-        call.rows,
-        call.dq,
-        call.counters,
+        buffers.rows,
+        buffers.dq,
+        buffers.counters,
         x.cu_seqlens_q,
-        *call.lengths,
+        *buffers.lengths,
         HEAD_DIM_V=out.shape[-1],
-        WIDTH=call.width,
-        TILE_M=call.tile_m,
+        WIDTH=buffers.width,
+        TILE_M=buffers.tile_m,
         enable_fp_fusion=True,
         launch_pdl=True,
     )
-    return dout.to(problem.dtype)  # that of out may be wider
+    return dout.to(problem.dtype)  # out may have a wider dtype
 
 
 def _finish(
-    softmax_scale: float, call: Call, cu_seqlens_q: Tensor | None, dq: Tensor, add: bool = False
+    softmax_scale: float,
+    buffers: BackwardBuffers,
+    cu_seqlens_q: Tensor | None,
+    dq: Tensor,
+    add: bool = False,
 ) -> None:
-    parts = call.tile_m * call.width // PART.value
-    _finish_kernel[(call.num_programs * parts,)](
-        call.dq,
+    """Launch finish_kernel."""
+    parts = buffers.tile_m * buffers.width // PART.value
+    _finish_kernel[(buffers.num_programs * parts,)](
+        buffers.dq,
         dq,
         cu_seqlens_q,
-        *call.lengths,
+        *buffers.lengths,
         softmax_scale,
         dq.stride(0) // dq.stride(1),
         HEAD_DIM=dq.shape[-1],
-        WIDTH=call.width,
-        TILE_M=call.tile_m,
+        WIDTH=buffers.width,
+        TILE_M=buffers.tile_m,
         ADD=add,
         enable_fp_fusion=True,
         launch_pdl=True,
     )
 
 
-def _gradients(
+def _launch_backward(
     problem: Problem,
-    call: Call,
+    buffers: BackwardBuffers,
     x: Tensors,
     dout: Tensor,
     dk: Tensor,
     dv: Tensor,
     add: bool = False,
 ) -> None:
-    config, width = hopper_backward_config(call.width), call.width
+    """Launch backward_kernel."""
+    config, width = hopper_backward_config(buffers.width), buffers.width
     tiles_n = -(-problem.seqlen_k // config.tile_n)
     heads = problem.batch * problem.num_kv_heads
     num_tiles = tiles_n * heads
-    scale, inner = scales(problem)
-    accumulator = call.rows if call.dq is None else call.dq  # in its place, not written
-    frame = Frame.of(problem, x, None if x.mask is None else x.mask.cols, call.counters)
+    scale, inner = softmax_scales(problem)
+    accumulator = buffers.rows if buffers.dq is None else buffers.dq  # a placeholder, not written
+    arguments = BackwardArguments.of(
+        problem, x, None if x.mask is None else x.mask.cols, buffers.counters
+    )
     _backward_kernel[(min(num_tiles, num_sms(x.q.device)),)](
         descriptor(x.q, config.tile_m, width),
         descriptor(x.k, config.tile_n, width),
         descriptor(x.v, config.tile_n, width),
         descriptor(dout, config.tile_m, width),
-        numbers(call.rows, (2 * config.tile_m,)),
-        numbers(accumulator.view(-1, 32), (128, 32)),
-        gradient_tiles(dk, width),
-        gradient_tiles(dv, width),
-        *frame.arguments,
+        vector_descriptor(buffers.rows, (2 * config.tile_m,)),
+        vector_descriptor(accumulator.view(-1, 32), (128, 32)),
+        grad_descriptor(dk, width),
+        grad_descriptor(dv, width),
+        *arguments.positional,
         tiles_n,
-        _section(problem, heads, width),
+        _l2_group(problem, heads, width),
         num_tiles,
         problem.batch,
         scale,
         inner,
         problem.softmax_scale,
         WIDTH=width,
-        DQ=call.dq is not None,
+        DQ=buffers.dq is not None,
         ADD=add,
-        **frame.constants,
+        **arguments.constants,
         **_constants(config),
     )
 
@@ -348,11 +366,11 @@ def _constants(config: HopperBackwardConfig) -> dict:
         "TILE_N": config.tile_n,
         "Q_STAGES": config.q_stages,
         "DOUT_STAGES": config.dout_stages,
-        **team(config),
+        **warp_constants(config),
     }
 
 
-def _section(problem: Problem, heads: int, width: int) -> int:
-    """q, dout and dq stream by."""
+def _l2_group(problem: Problem, heads: int, width: int) -> int:
+    """Heads computed together; q, dout and dq stream."""
     per_row = problem.group_size * width * (2 * problem.dtype.itemsize + 4)
-    return section_of(heads, problem.seqlen_q * per_row, L2_BACKWARD)
+    return l2_group_size(heads, problem.seqlen_q * per_row, L2_BACKWARD)

@@ -1,4 +1,4 @@
-"""From a call's tensors to the launch of the Hopper kernel for few queries."""
+"""From a call's tensors to the launch of the Hopper decode kernel."""
 
 import secrets
 from functools import cache
@@ -11,10 +11,10 @@ from onchip.core.problem import Problem, Tensors
 from onchip.kernels.hopper.decode import ALIGN, TILE_N, decode_kernel
 from onchip.kernels.hopper.tensors import (
     descriptor,
+    fill_without_keys,
     num_sms,
-    scales,
-    with_rows,
-    without_keys,
+    softmax_scales,
+    with_contiguous_rows,
 )
 from onchip.kernels.runtime.launcher import Handle
 from onchip.kernels.tiles import (
@@ -28,37 +28,39 @@ from onchip.kernels.tiles import (
 )
 
 _decode_kernel = Handle(decode_kernel)
-# Flags are this number where a state is there. What lies in uninitialised memory is not it: flags
-# are left cleared, and of the rest nobody knows it. More than 32 bits, or it would be another type.
+# A flag has this value where a partial state is complete. Uninitialised memory does not contain it:
+# flags are left cleared, and the value is random. It has more than 32 bits; otherwise Triton would
+# give the argument another type.
 _NONCE = 1 << 62 | secrets.randbits(62)
 
 
 def decode(problem: Problem, x: Tensors) -> Result:
+    """Compute out and lse."""
     out, lse = empty_result(problem, x)
     if not out.numel():
         return Result(out, lse)
     if not x.k.numel():
-        return without_keys(out, lse, x.sinks)
+        return fill_without_keys(out, lse, x.sinks)
     width = hopper_width(problem.head_dim)
     left, right = problem.window
-    right = None if problem.seqlen_q == 1 else right  # one query is the last: it sees to the end
+    right = None if problem.seqlen_q == 1 else right  # a single query sees all keys
     is_first = problem.sm_partition is not None and not problem.sm_partition.second
     all_programs = hopper_decode_programs(problem) * num_sms(out.device)
     programs = problem.sm_partition.programs if is_first else all_programs
     most = max(1, programs // problem.num_kv_heads)
     num_slots = (most + problem.batch) * problem.num_kv_heads
-    anything = lse  # stands for pointers that the compiled variant does not read
+    unused_ptr = lse  # for pointers that the compiled variant does not read
     part = min(TILE_N.value, problem.page_size or TILE_N.value)
-    scale, inner = scales(problem)
+    scale, inner = softmax_scales(problem)
     _decode_kernel[(most * problem.num_kv_heads,)](
         x.q,
         descriptor(x.k, part, width),
         descriptor(x.v, part, width),
-        anything if x.page_table is None else with_rows(x.page_table),
-        anything if x.cache_seqlens is None else x.cache_seqlens.contiguous(),
-        anything if x.sinks is None else x.sinks,
-        anything if x.k_scales is None else x.k_scales,
-        anything if x.v_scales is None else x.v_scales,
+        unused_ptr if x.page_table is None else with_contiguous_rows(x.page_table),
+        unused_ptr if x.cache_seqlens is None else x.cache_seqlens.contiguous(),
+        unused_ptr if x.sinks is None else x.sinks,
+        unused_ptr if x.k_scales is None else x.k_scales,
+        unused_ptr if x.v_scales is None else x.v_scales,
         out,
         lse,
         _scratch(problem, num_slots, width, lse),
@@ -95,15 +97,15 @@ def decode(problem: Problem, x: Tensors) -> Result:
 
 
 def _scratch(problem: Problem, num_slots: int, width: int, like: Tensor) -> Tensor:
-    """A state in fp32 for each row of every slot, a flag of 8 bytes for every slot, an lse for each
-    row.
-    """
+    """For every slot: a fp32 state of each row, a flag of 8 bytes, an lse of each row."""
     rows = problem.seqlen_q * problem.group_size
     return like.new_empty(num_slots + num_slots * rows * (width + 1) // 2 + 1, dtype=torch.int64)
 
 
 def _bucket(batch: int) -> int:
-    """Sequences that a program counts; few sizes, because each is a kernel to compile."""
+    """The number of sequences that a program counts, in few sizes, because each one is a
+    compilation.
+    """
     size = 32
     while size < batch:
         size *= 8
@@ -111,14 +113,14 @@ def _bucket(batch: int) -> int:
 
 
 @cache
-def _constants(width: int, paged: bool, eight: bool) -> dict:
-    stages = (HOPPER_DECODE_STAGES if paged else HOPPER_DECODE_STAGES_DENSE)[width]
+def _constants(width: int, is_paged: bool, is_8bit: bool) -> dict:
+    stages = (HOPPER_DECODE_STAGES if is_paged else HOPPER_DECODE_STAGES_DENSE)[width]
     constants = {
         "D": width,
-        "STAGES": HOPPER_DECODE_EIGHT_STAGES if eight else stages,
+        "STAGES": HOPPER_DECODE_EIGHT_STAGES if is_8bit else stages,
         "PRODUCER_REGS": 40,
         "num_warps": 4,
         "launch_pdl": True,
         "enable_fp_fusion": True,
     }
-    return constants | ({"maxnreg": HOPPER_DECODE_EIGHT_REGISTERS} if eight else {})
+    return constants | ({"maxnreg": HOPPER_DECODE_EIGHT_REGISTERS} if is_8bit else {})

@@ -1,145 +1,160 @@
-"""The one warp of a program of the Hopper forward that draws tickets and moves tiles."""
+"""The producer warp of the Hopper forward: it draws work, pushes it to the consumers, loads tiles.
+
+Order of the loads for 300 causal tokens, tiles of 128 queries (two consumers) and 128 keys, last
+queries first; Kn and Vn are key tile n, Qc the 64 queries of consumer c:
+  queries 256..299:  K2 Q0 Q1 V2 K1 V1 K0 V0
+  queries 128..255:  K1 Q0 Q1 V1 K0 V0
+  queries   0..127:  K0 Q0 Q1 V0
+The work item of the next tile is pushed before the last key tile, because a draw from the counter
+takes longer than a key tile.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
-from onchip.kernels.hopper.pipe import AHEAD
-from onchip.kernels.hopper.schedule import end_sparse, next_ticket
+from onchip.kernels.hopper.aggregate import aggregate
+from onchip.kernels.hopper.pipeline import PREFETCH_DISTANCE
+from onchip.kernels.hopper.tile_scheduler import next_work_index, reset_counter
 
 
 @gluon.jit
-def load_pages(ring, i, desc, job, place, n, span):
-    """Fill slot i with key tile n, out of its pages."""
-    pages, shape = job.pages, job.shape
-    kv_head = place.head // shape.group_size
+def load_pages(pipeline, i, desc, params, work_tile, n, page_stride):
+    """Load key tile n as iteration i, page by page."""
+    pages, seqlen = params.pages, params.seqlen
+    kv_head = work_tile.head // seqlen.group_size
     start = 0
-    if shape.HAS_LEFT:
-        start = place.row + place.seqlen_k - place.seqlen_q - shape.left
-    found = pages.found(i)  # all at once: each would cost a latency
-    ring.announce(i, desc, pages.PARTS)
+    if seqlen.HAS_LEFT:
+        start = work_tile.row + work_tile.seqlen_k - work_tile.seqlen_q - seqlen.left
+    page_ids = pages.page_ids(i)  # all at once: one by one, each would cost a latency
+    pipeline.expect_parts(i, desc, pages.PARTS)
     for x in gl.static_range(pages.PARTS):
-        at = pages.at(found[x], x, span, n * job.cfg.TILE_N, start, place.seqlen_k, kv_head)
-        ring.load_part(i, desc, at, x)
+        at = pages.coord(
+            page_ids[x], x, page_stride, n * params.cfg.TILE_N, start, work_tile.seqlen_k, kv_head
+        )
+        pipeline.load_part(i, desc, at, x)
 
 
 @gluon.jit
-def load_rows(ring, desc, job, place, t):
-    """The rows of the t-th tile behind desc, a slot for each consumer. Queries are loaded even if
-    they see no key: their output may leave through their slots.
+def load_rows(pipeline, desc, params, work_tile, t):
+    """Load the rows of the t-th tile through desc, one stage for each consumer. Queries that see no
+    key are loaded too: their output may leave through their stages.
     """
-    CONSUMERS: gl.constexpr = job.cfg.CONSUMERS
+    CONSUMERS: gl.constexpr = params.cfg.CONSUMERS
     for c in gl.static_range(CONSUMERS):
-        ring.wait_empty(t * CONSUMERS + c)
-        ring.load(t * CONSUMERS + c, desc, job.rows_at(job.part(place, c)))
+        pipeline.wait_empty(t * CONSUMERS + c)
+        pipeline.load(
+            t * CONSUMERS + c, desc, params.tile_coord(params.consumer_tile(work_tile, c))
+        )
 
 
 @gluon.jit
-def load_totals(out, job, place, t):
-    """What the output of the t-th tile is merged into."""
+def load_previous_out(out, params, work_tile, t):
+    """MERGE: load the output that the t-th tile is merged into."""
     if out.MERGE:
-        load_rows(out.totals, out.ref, job, place, t)
+        load_rows(out.previous_out, out.ref, params, work_tile, t)
 
 
 @aggregate
-class Drawn:
-    """The last ticket of a producer, how many it has given, and where it searches: see
-    schedule.find_tile.
+class ProducerState:
+    """The last work index of a producer, the number of pushed items, and the position of the
+    search: see tile_scheduler.find_tile.
     """
 
-    ticket: gl.tensor
-    given: gl.tensor
+    work_index: gl.tensor
+    num_pushed: gl.tensor
     block: gl.tensor
     passed: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, ticket, given, block, passed):
-        self.ticket = ticket
-        self.given = given
-        self.block = block
-        self.passed = passed
+
+@gluon.jit
+def next_index(counter, params, work_index):
+    """The next work index of this program."""
+    return next_work_index(
+        counter, work_index, params.order.num_tiles, params.cfg.DYNAMIC, params.SPARSE
+    )
 
 
 @gluon.jit
-def following(counter, job, ticket):
-    return next_ticket(counter, ticket, job.order.num_tiles, job.cfg.DYNAMIC, job.SPARSE)
-
-
-@gluon.jit
-def hand_out(counter, pipes, job, ticket, drawn):
-    """(place, drawn): the consumers are told where the queries of a ticket are, or those of the
-    next one that has any.
-    """
-    block, passed = drawn.block, drawn.passed
-    if job.SPARSE:
-        found, block, passed = job.find(ticket, block, passed)
-        place = job.place(found)
+def push_work(counter, pipes, params, work_index, state):
+    """(tile, state): push the tile of a work index, or the next one that has queries."""
+    block, passed = state.block, state.passed
+    if params.SPARSE:
+        tile_index, block, passed = params.find_tile(work_index, block, passed)
+        work_tile = params.work_tile(tile_index)
     else:
-        place = job.place(ticket)
-        while place.row >= place.seqlen_q:
-            ticket = following(counter, job, ticket)
-            place = job.place(ticket)
-    pipes.tickets.give(drawn.given, job.words(place))
-    return place, Drawn(ticket, drawn.given + 1, block, passed)
+        work_tile = params.work_tile(work_index)
+        while work_tile.row >= work_tile.seqlen_q:
+            work_index = next_index(counter, params, work_index)
+            work_tile = params.work_tile(work_index)
+    pipes.work_queue.push(state.num_pushed, params.pack_tile(work_tile))
+    return work_tile, ProducerState(work_index, state.num_pushed + 1, block, passed)
 
 
 @gluon.jit
-def hand_out_next(counter, pipes, job, drawn):
-    return hand_out(counter, pipes, job, following(counter, job, drawn.ticket), drawn)
+def push_next_work(counter, pipes, params, state):
+    """(tile, state) of the next work index."""
+    return push_work(counter, pipes, params, next_index(counter, params, state.work_index), state)
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, out, counter, pipes, job):
-    shape, cfg, pages = job.shape, job.cfg, job.pages
+def produce(q_desc, k_desc, v_desc, out, counter, pipes, params):
+    """The producer's loop over tiles of queries, and over the key tiles of each."""
+    seqlen, cfg, pages = params.seqlen, params.cfg, params.pages
     i = 0  # key tiles loaded
     t = 0  # tiles of queries loaded
-    zero = job.order.num_tiles * 0
-    place, drawn = hand_out(counter, pipes, job, gl.program_id(0), Drawn(zero, zero, zero, zero))
-    while place.row >= 0:
-        kv_head = place.head // shape.group_size
-        if job.blocks.ON:
-            entries, count = job.listed(place)
+    zero = params.order.num_tiles * 0
+    work_tile, state = push_work(
+        counter, pipes, params, gl.program_id(0), ProducerState(zero, zero, zero, zero)
+    )
+    while work_tile.row >= 0:
+        kv_head = work_tile.head // seqlen.group_size
+        if params.blocks.ON:
+            entries, count = params.list_blocks(work_tile)
         else:
-            keys = job.keys(place, cfg.CONSUMERS)
-            count = keys.hi - keys.lo
+            blocks = params.block_range(work_tile, cfg.CONSUMERS)
+            count = blocks.hi - blocks.lo
         if pages.SIZE:
-            for j in range(AHEAD):
-                tile = keys.hi - 1 - j
-                pages.look_up(i + j, place.batch, tile * cfg.TILE_N, j < count)
-        after = place
+            for j in range(PREFETCH_DISTANCE):
+                tile = blocks.hi - 1 - j
+                pages.prefetch_ids(i + j, work_tile.batch, tile * cfg.TILE_N, j < count)
+        after = work_tile
         for j in range(count):
-            if job.STRIPS:
+            if params.STRIPS:
                 n = gl.load(entries.at(count - 1 - j))
-            elif job.blocks.ON:
-                n, _ = job.blocks.tile(entries, j, cfg.TILE_N)
+            elif params.blocks.ON:
+                n, _ = params.blocks.tile(entries, j, cfg.TILE_N)
             else:
-                n = keys.hi - 1 - j
-            at = shape.coord(place.batch, kv_head, place.k0, place.seqlen_k, n * cfg.TILE_N)
+                n = blocks.hi - 1 - j
+            at = seqlen.coord(
+                work_tile.batch, kv_head, work_tile.k0, work_tile.seqlen_k, n * cfg.TILE_N
+            )
             if pages.SIZE:
-                key = (n - AHEAD) * cfg.TILE_N
-                pages.look_up(i + AHEAD, place.batch, key, j + AHEAD < count)
+                key = (n - PREFETCH_DISTANCE) * cfg.TILE_N
+                pages.prefetch_ids(
+                    i + PREFETCH_DISTANCE, work_tile.batch, key, j + PREFETCH_DISTANCE < count
+                )
                 pages.ids.wait()
             if pages.SIZE:
-                load_pages(pipes.k, i, k_desc, job, place, n, pages.span_k)
+                load_pages(pipes.k, i, k_desc, params, work_tile, n, pages.page_stride_k)
             else:
                 pipes.k.load(i, k_desc, at)
             if j == 0:
-                load_rows(pipes.q, q_desc, job, place, t)
-            if j == gl.minimum(count - 1, pipes.k.num_stages):  # the last total can have left
-                load_totals(out, job, place, t)
-            if j == gl.maximum(count - 2, 0):  # a ticket takes longer than a key tile
-                after, drawn = hand_out_next(counter, pipes, job, drawn)
-            pipes.k.wait_empty(i + 1)  # the next keys' slot, and that of these values: see Pipes
+                load_rows(pipes.q, q_desc, params, work_tile, t)
+            if j == gl.minimum(count - 1, pipes.k.num_stages):  # the last output has been stored
+                load_previous_out(out, params, work_tile, t)
+            if j == gl.maximum(count - 2, 0):  # a draw takes longer than a key tile
+                after, state = push_next_work(counter, pipes, params, state)
+            pipes.k.wait_empty(i + 1)  # then V[i]'s stage is free too: see ForwardPipelines
             if pages.SIZE:
-                load_pages(pipes.v, i, v_desc, job, place, n, pages.span_v)
+                load_pages(pipes.v, i, v_desc, params, work_tile, n, pages.page_stride_v)
             else:
                 pipes.v.load(i, v_desc, at)
             i += 1
         if count == 0:
-            load_rows(pipes.q, q_desc, job, place, t)
-            load_totals(out, job, place, t)
-            after, drawn = hand_out_next(counter, pipes, job, drawn)
-        place = after
+            load_rows(pipes.q, q_desc, params, work_tile, t)
+            load_previous_out(out, params, work_tile, t)
+            after, state = push_next_work(counter, pipes, params, state)
+        work_tile = after
         t += 1
-    if job.SPARSE:
-        end_sparse(counter, job.order.num_tiles)
+    if params.SPARSE:
+        reset_counter(counter, params.order.num_tiles)

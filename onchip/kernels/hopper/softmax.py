@@ -1,18 +1,19 @@
-"""Scores into weights, in powers of two: what the Hopper kernels do between two products."""
+"""The online softmax of the Hopper kernels, in base 2: what happens between QK and PV."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
+
+from onchip.kernels.hopper.aggregate import aggregate
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
-LOWEST = gl.constexpr(-3.4e38)  # not quite the lowest number: rounding must not make it infinite
-STALE = gl.constexpr(8.0)  # how far a lazy maximum may lag, in powers of two
+LOWEST = gl.constexpr(-3.4e38)  # above the lowest fp32: rounding must not make it infinite
+RESCALE_THRESHOLD = gl.constexpr(8.0)  # how far a stale maximum may lag, in powers of two
 
 
 @aggregate
-class Scale:
-    """scale_log2 turns scores into base-2 logits; with softcap, scores are first bent by softcap *
+class SoftmaxScale:
+    """scale_log2 turns scores into base-2 logits. With softcap, scores first become softcap *
     tanh(x * inner).
     """
 
@@ -20,32 +21,35 @@ class Scale:
     inner: gl.tensor
     SOFTCAP: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, scale_log2, inner, SOFTCAP):
-        self.scale_log2 = scale_log2
-        self.inner = inner
-        self.SOFTCAP = gl.constexpr(SOFTCAP)
-
     @gluon.jit
-    def bend(self, s):
-        """s, or tanh(s * inner) if softcap is on (its factor is inside scale_log2)."""
+    def apply_softcap(self, s):
+        """s, or tanh(s * inner) with softcap (its factor is inside of scale_log2)."""
         if self.SOFTCAP:
             return 1.0 - 2.0 / (gl.exp2(s * self.inner) + 1.0)
         else:
             return s
 
     @gluon.jit
-    def finite(self, m):
-        """Row maxima; -inf becomes the lowest number that is finite even as a logit. A fold that
-        starts with it needs no test for -inf at every tile (4 instructions of 430): a score of
-        -inf, masked or by value, then has weight 0, and l = 0 marks a row without any other.
+    def clamp_maxima(self, m):
+        """Row maxima, with -inf replaced by the lowest value that is finite even as a logit. A fold
+        that starts with it needs no test for -inf at every tile (4 instructions of 430): a score of
+        -inf, masked or by value, has weight 0, and l = 0 marks a row without any other score.
         """
         return gl.maximum(m, LOWEST / gl.maximum(self.scale_log2, 1.0))
+
+    @gluon.jit
+    def compute_ds(self, s, p, dp, delta):
+        """Backward: ds = p (dp - delta), times the derivative 1 - s^2 of the softcap's tanh."""
+        ds = p * (dp - delta)
+        if self.SOFTCAP:
+            capped = gl.maximum(s, -1.0)  # s is -inf at hidden scores
+            ds = ds * (1.0 - capped * capped)
+        return ds
 
 
 @gluon.constexpr_function
 def _exp2_asm(every):
-    """`every` exponentials, the last of them by multiply-adds: x = j + f, 2^f by a cubic (relative
+    """`every` exponentials, the last one by multiply-adds: x = j + f, 2^f by a cubic (relative
     error 8.6e-5, least for f in [0, 1) with 2^0 = 1), and j added to its exponent.
     """
     unit = [f"ex2.approx.ftz.f32 ${i}, ${every + i};" for i in range(every - 1)]
@@ -70,20 +74,27 @@ def _exp2_constraints(every):
 
 
 @gluon.jit
-def exp2(x, POLY: gl.constexpr):
-    """2^x; if POLY, one of POLY neighbours off the exponential unit (v4)."""
-    if POLY == 0:
+def exp2(x, EMULATED_EXP2: gl.constexpr):
+    """2^x. If EMULATED_EXP2, one of EMULATED_EXP2 neighbours is computed off the exponential unit
+    (FlashAttention-4).
+    """
+    if EMULATED_EXP2 == 0:
         return gl.exp2(x)
     else:
         return gl.inline_asm_elementwise(
-            _exp2_asm(POLY), _exp2_constraints(POLY), [x], dtype=gl.float32, is_pure=True, pack=POLY
+            _exp2_asm(EMULATED_EXP2),
+            _exp2_constraints(EMULATED_EXP2),
+            [x],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=EMULATED_EXP2,
         )
 
 
 @gluon.jit
 def approximate(name: gl.constexpr, x):
-    """A function of the special unit, good to 2^-22: exact ones would be 20 to 30 instructions,
-    which the compiler puts between the last products of a tile.
+    """A function of the special function unit, accurate to 2^-22. Exact ones would be 20 to 30
+    instructions, which the compiler puts between the last products of a tile.
     """
     return gl.inline_asm_elementwise(
         name + ".approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
@@ -91,29 +102,32 @@ def approximate(name: gl.constexpr, x):
 
 
 @gluon.jit
-def softmax(s, m, job):
-    """(p, row maximum, factor for what was folded before), in the units of s; m is finite. "stale":
-    the maximum follows only when it is left behind by more than 2^STALE (v4); p may then be as
-    large, and where one key has nearly all the weight, p is no longer the 1 that 16 bits hold
-    exactly.
+def softmax(s, m, params):
+    """(p, row maximum, rescale factor of what was folded before), in the units of s; m is finite.
+    RESCALE "stale": the maximum is updated only when it lags by more than 2^RESCALE_THRESHOLD
+    (FlashAttention-4). p may then be as large as that; where one key has nearly all the weight, p
+    is no longer the 1 that 16 bits represent exactly.
     """
-    scale_log2 = job.scale.scale_log2
+    scale_log2 = params.scale.scale_log2
     m_new = gl.maximum(m, gl.max(s, 1))
-    if job.cfg.RESCALE == "stale":
-        m_new = gl.where((m_new - m) * scale_log2 > STALE, m_new, m)
+    if params.cfg.RESCALE == "stale":
+        m_new = gl.where((m_new - m) * scale_log2 > RESCALE_THRESHOLD, m_new, m)
     alpha = gl.exp2((m - m_new) * scale_log2)
-    p = exp2(s * scale_log2 - (m_new * scale_log2)[:, None], job.cfg.POLY)
+    p = exp2(s * scale_log2 - (m_new * scale_log2)[:, None], params.cfg.EMULATED_EXP2)
     return p, m_new, alpha
 
 
 @gluon.constexpr_function
 def _rescale_asm(pack):
-    """A warp whose rows all have the factor 1 jumps over the products."""
-    first, second = f"${2 * pack}", f"${2 * pack + 2}"  # a thread holds two rows, in turns of two
+    """A warp in which all rows have the factor 1 jumps over the multiplications."""
+    first, second = (
+        f"${2 * pack}",
+        f"${2 * pack + 2}",
+    )  # a thread has two rows, two elements of each in turn
     vote = f"setp.neu.f32 p, {first}, 0f3F800000; setp.neu.f32 q, {second}, 0f3F800000;"
     vote += " or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE;"
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * pack + i};" for i in range(pack))
-    return "{ .reg .pred p, q; " + vote + " " + products + " DONE: }"
+    compute_qk = " ".join(f"mul.f32 ${i}, ${i}, ${2 * pack + i};" for i in range(pack))
+    return "{ .reg .pred p, q; " + vote + " " + compute_qk + " DONE: }"
 
 
 @gluon.constexpr_function
@@ -122,14 +136,14 @@ def _rescale_constraints(pack):
 
 
 @gluon.jit
-def rescaled(acc, alpha, cfg):
-    """acc * alpha; unless "always", skipped by warps in which no maximum moved."""
+def rescale(acc, alpha, cfg):
+    """acc * alpha. Unless RESCALE is "always", warps in which no maximum moved skip it."""
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, cfg.O))[:, None]
     if cfg.RESCALE == "always":
         return acc * alpha
     else:
         acc, alpha = gl.broadcast(acc, alpha)
-        HALF: gl.constexpr = cfg.WIDTH // 4  # of a thread's numbers
+        HALF: gl.constexpr = cfg.WIDTH // 4  # half of a thread's elements
         return gl.inline_asm_elementwise(
             _rescale_asm(HALF), _rescale_constraints(HALF), [acc, alpha], dtype=gl.float32,
             is_pure=True, pack=HALF,
@@ -138,26 +152,27 @@ def rescaled(acc, alpha, cfg):
 
 @gluon.jit
 def lane_sums(p):
-    """What each lane has of the sums of rows, (64, 8): lanes meet once for all tiles."""
+    """Each lane's share of the row sums, (64, 8). Lanes are reduced once, after the last tile."""
     return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
 
 
 @gluon.jit
-def beside_lane_sums(x, l):
-    """x, one for each row, as a factor of their lane sums."""
+def broadcast_to_lane_sums(x, l):
+    """x, one value for each row, as a factor of the lane sums."""
     layout: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     return gl.convert_layout(x, layout, assert_trivial=True)[:, None]
 
 
 @gluon.jit
-def whole_sums(l, layout: gl.constexpr):
+def reduce_lane_sums(l, layout: gl.constexpr):
+    """Row sums from lane sums."""
     return gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, layout), assert_trivial=True)
 
 
 @gluon.constexpr_function
-def _hold_asm(count, each):
-    """A thread has two rows, in turns of two numbers: the first `count` of one, then of the other.
-    A load that no thread does: powers of two have no sign, which ptxas cannot know.
+def _delay_wait_asm(count, each):
+    """A thread has two rows, two elements of each in turn: the first `count` of one row, then of
+    the other. The load never executes: powers of two have no sign bit, which ptxas cannot know.
     """
     order = [x for x in range(each) if x % 4 < 2] + [x for x in range(each) if x % 4 >= 2]
     first, *others = [f"${each + x}" for x in order[:count]]
@@ -168,17 +183,17 @@ def _hold_asm(count, each):
 
 
 @gluon.constexpr_function
-def _hold_constraints(each):
+def _delay_wait_constraints(each):
     return ",".join(["=f"] * each + ["f"] * each)
 
 
 @gluon.jit
-def hold(p, COUNT: gl.constexpr):
-    """p; a wait that comes later in the program comes after so many of each thread's exponentials.
-    ptxas would move it up to the product that it waits for, before all of them.
+def delay_wait(p, COUNT: gl.constexpr):
+    """p. A wait that follows in the program is issued after COUNT exponentials of each thread.
+    Otherwise ptxas moves it up to the product that it waits for, before all of them.
     """
     EACH: gl.constexpr = p.shape[1] // 2
     return gl.inline_asm_elementwise(
-        _hold_asm(COUNT, EACH), _hold_constraints(EACH), [p], dtype=gl.float32, is_pure=False,
-        pack=EACH,
+        _delay_wait_asm(COUNT, EACH), _delay_wait_constraints(EACH), [p], dtype=gl.float32,
+        is_pure=False, pack=EACH,
     )  # fmt: skip

@@ -1,4 +1,6 @@
-"""What the launches of the Hopper kernels share: TMA descriptors, frames, sections of the L2."""
+"""Shared by the launches of the Hopper kernels: TMA descriptors, arguments of the backward, groups
+of heads that share the L2.
+"""
 
 import math
 from functools import cache, lru_cache
@@ -11,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onchip.core.backend import Result
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels.tiles import HopperBackwardConfig, HopperConfig, HopperGradientConfig
+from onchip.kernels.tiles import HopperBackwardConfig, HopperConfig, HopperSplitConfig
 from onchip.masks.blockmask import BlockLists
 
 _GL_DTYPE = {
@@ -21,46 +23,46 @@ _GL_DTYPE = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.int8: gl.int8,
 }
-_FAR = 1 << 30  # as in schedule.Shape.coord
-_MOST = 0x7FFF0000  # no coordinate is larger
-# What heads that are worked on together may fill. The L2 has 50 MB, but each half of the processors
-# its own half of it: with 32 MB causal forwards read 10 to 30 % more from HBM (ncu, H200,
-# 2026-11-15), though in the same time. Backwards were timed with 32 MB, and not with less.
+_FAR = 1 << 30  # as in seqlen.SeqlenInfo.coord
+_MOST = 0x7FFF0000  # above every coordinate
+# Bytes of the L2 for heads that are computed together. The L2 has 50 MB, but each half of the SMs
+# has its own half. With 32 MB causal forwards read 10 to 30 % more from HBM (ncu, H200,
+# 2026-11-15), in the same time. Backwards were timed with 32 MB, and not with less.
 L2_FORWARD, L2_BACKWARD = 16 << 20, 32 << 20
 
 
 def mask_arguments(
-    lists: BlockLists | None, tiles: Tensor | None, anything: Tensor
+    lists: BlockLists | None, tiles: Tensor | None, unused_ptr: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
-    """(pointers, strides) of a block mask as kernels take them: its lists and bit tiles, how far
-    the lists of the next batch entry and of the next head are, 0 if they are shared. Without a mask
-    `anything` stands for what is not read.
+    """(pointers, strides) of a block mask as kernels take them: lists and bit tiles, and the
+    distance of the lists of the next batch entry and the next head (0 if shared). Without a mask
+    all pointers are unused_ptr.
     """
     if lists is None or tiles is None:
-        return (anything,) * 6, (0, 0)
-    return (*lists, tiles), plane_strides(lists.full_offsets)
+        return (unused_ptr,) * 6, (0, 0)
+    return (*lists, tiles), batch_head_strides(lists.full_offsets)
 
 
-def plane_strides(t: Tensor) -> tuple[int, int]:
-    """From a batch entry and from a head to the next, 0 where they are shared."""
+def batch_head_strides(t: Tensor) -> tuple[int, int]:
+    """Strides of the batch and of the heads, 0 where they are shared."""
     (b, h), (stride_b, stride_h) = t.shape[:2], t.stride()[:2]
     return stride_b if b > 1 else 0, stride_h if h > 1 else 0
 
 
-class Frame(NamedTuple):
-    """Lengths, window and mask as the kernels of the backward take them: `arguments` stand from
-    cu_seqlens to mask_h in their signatures, `constants` go by name.
+class BackwardArguments(NamedTuple):
+    """Lengths, window and mask as both backward kernels take them: `positional` from cu_seqlens to
+    mask_h in their signatures, `constants` by name.
     """
 
-    arguments: tuple
+    positional: tuple
     constants: dict[str, bool]
 
     @staticmethod
     def of(
         problem: Problem, x: Tensors, lists: BlockLists | None, counter: Tensor, keys: bool = False
-    ) -> "Frame":
-        """lists: rows or columns of the mask. keys: queries and keys exchanged, as keys see it. The
-        counter also stands for what the compiled variant does not read.
+    ) -> "BackwardArguments":
+        """lists: rows or columns of the mask. keys: exchange queries and keys. The counter also
+        fills pointers that the compiled variant does not read.
         """
         left, right = problem.window
         own = problem.seqlen_q, x.q.shape[0], x.cu_seqlens_q
@@ -71,16 +73,18 @@ class Frame(NamedTuple):
         offsets = counter if cu is None else cu, counter if cu_other is None else cu_other
         tiles = None if x.mask is None else x.mask.tiles
         pointers, strides = mask_arguments(lists, tiles, counter)
-        lengths = length, length_other, total, total_other, problem.num_heads, problem.group_size
-        arguments = (*offsets, counter, *pointers, *lengths, left or 0, right or 0, *strides)
+        seqlens = length, length_other, total, total_other, problem.num_heads, problem.group_size
+        positional = (*offsets, counter, *pointers, *seqlens, left or 0, right or 0, *strides)
         has_window = left is not None, right is not None
         capped = problem.softcap != 0
-        return Frame(arguments, _variant(problem.packed, *has_window, problem.has_mask, capped))
+        return BackwardArguments(
+            positional, _variant(problem.packed, *has_window, problem.has_mask, capped)
+        )
 
 
 @cache
 def _variant(packed: bool, left: bool, right: bool, mask: bool, softcap: bool) -> dict[str, bool]:
-    """Tiles that see more or less than others are handed out one by one."""
+    """The compiled variant. DYNAMIC: tiles of different lengths are drawn one by one."""
     return {
         "PACKED": packed,
         "HAS_LEFT": left,
@@ -93,22 +97,22 @@ def _variant(packed: bool, left: bool, right: bool, mask: bool, softcap: bool) -
 
 @cache
 def tile_constants(config: HopperConfig) -> dict:
-    """What every forward is compiled for, out of its row of a tile table. Programs may start and
-    open their barriers while the call before ends, for which they then wait.
+    """Constants of every forward, from its row of a tile table. Programs may start and initialise
+    their barriers while the previous kernel ends, and then wait for it (PDL).
     """
     return {
         "TILE_N": config.tile_n,
         "CONSUMERS": config.consumers,
         "STAGES": config.num_stages,
         "Q_STAGES": config.q_stages,
-        "NUMBERED": config.numbered,
-        **team(config),
+        "NAMED_BARRIERS": config.named_barriers,
+        **warp_constants(config),
     }
 
 
-def team(config: HopperConfig | HopperBackwardConfig | HopperGradientConfig) -> dict:
-    """How a producer and its consumers share the registers of a processor. Fusing a multiply and an
-    add rounds once less.
+def warp_constants(config: HopperConfig | HopperBackwardConfig | HopperSplitConfig) -> dict:
+    """How producer and consumers share the registers of an SM. enable_fp_fusion: a fused
+    multiply-add rounds once less.
     """
     return {
         "CONSUMER_REGS": config.consumer_regs,
@@ -120,10 +124,8 @@ def team(config: HopperConfig | HopperBackwardConfig | HopperGradientConfig) -> 
     }
 
 
-def scales(problem: Problem) -> tuple[float, float]:
-    """(what turns the kernel's scores into base-2 logits, what goes into its tanh); see
-    softmax.Scale.
-    """
+def softmax_scales(problem: Problem) -> tuple[float, float]:
+    """(factor of scores to base-2 logits, factor inside of tanh); see softmax.SoftmaxScale."""
     log2e = math.log2(math.e)
     if not problem.softcap:
         return problem.softmax_scale * log2e, 0.0
@@ -131,7 +133,7 @@ def scales(problem: Problem) -> tuple[float, float]:
 
 
 class Descriptor(TensorDescriptor):
-    """A TensorDescriptor that is not checked again: alignment and lengths were, at the door."""
+    """A TensorDescriptor without checks: validation has checked alignment and lengths already."""
 
     def __post_init__(self):
         pass
@@ -143,9 +145,9 @@ def _layout(dtype: torch.dtype, block: tuple[int, ...]) -> gl.NVMMASharedLayout:
 
 
 def descriptor(t: Tensor, rows: int, width: int) -> Descriptor:
-    """t as (batch, heads, seqlen, dim). A packed t is ragged: two leading dimensions whose strides
-    cancel modulo 2^64 let the hardware bound a sequence at its own end (coordinates:
-    schedule.Shape.coord).
+    """t as (batch, heads, seqlen, dim). A packed t is ragged: the strides of two leading dimensions
+    cancel modulo 2^64, so that the hardware bounds a sequence at its own end (coordinates:
+    seqlen.SeqlenInfo.coord).
     """
     if t.dim() == 4:
         b, s, h, d = t.shape
@@ -158,14 +160,14 @@ def descriptor(t: Tensor, rows: int, width: int) -> Descriptor:
     return _tiles(t, shape, strides, (rows, width))
 
 
-def gradient_tiles(t: Tensor, width: int) -> Descriptor:
-    """64 rows of a gradient, of which an fp32 one is stored in halves (pipe.store_halves)."""
+def grad_descriptor(t: Tensor, width: int) -> Descriptor:
+    """64 rows of a gradient. An fp32 gradient is stored in halves (pipeline.store_halves)."""
     return descriptor(t, 64, width // 2 if t.dtype == torch.float32 else width)
 
 
-def grouped(t: Tensor, rows: int, group: int, width: int) -> Descriptor:
-    """The same with `rows` that are queries x heads of a group (coordinates:
-    schedule.Shape.q_coord).
+def gqa_descriptor(t: Tensor, rows: int, group: int, width: int) -> Descriptor:
+    """t with `rows` rows that are queries x heads of a group (coordinates:
+    seqlen.SeqlenInfo.q_coord).
     """
     if group == 1:
         return descriptor(t, rows, width)
@@ -178,9 +180,9 @@ def grouped(t: Tensor, rows: int, group: int, width: int) -> Descriptor:
     return _tiles(t, shape, strides, (rows // group, group, width))
 
 
-def paged(pages: Tensor, rows: int, width: int) -> Descriptor:
-    """Pages as one ragged sequence of slots (coordinates: schedule.Pages.at). They may lie apart by
-    any number of slots: `span`.
+def paged_descriptor(pages: Tensor, rows: int, width: int) -> Descriptor:
+    """Pages as one ragged sequence of slots (coordinates: paging.PagedKV.coord). Pages may be any
+    number of slots apart: page_stride.
     """
     _, _, h, d = pages.shape
     _, ss, sh, _ = pages.stride()
@@ -188,8 +190,8 @@ def paged(pages: Tensor, rows: int, width: int) -> Descriptor:
     return _tiles(pages, shape, strides, (rows, width))
 
 
-def span(pages: Tensor) -> int:
-    """From one page to the next, in slots."""
+def page_stride(pages: Tensor) -> int:
+    """The distance of neighbouring pages, in slots."""
     return pages.stride(0) // pages.stride(1)
 
 
@@ -198,13 +200,13 @@ def _tiles(t: Tensor, shape: list[int], strides: list[int], tile: tuple[int, ...
     return Descriptor(t, shape, strides, list(block), _layout(t.dtype, block))
 
 
-def matrix(t: Tensor, rows: int, width: int) -> Descriptor:
-    """A contiguous tensor as rows of `width`, of which a tile has `rows`."""
+def matrix_descriptor(t: Tensor, rows: int, width: int) -> Descriptor:
+    """A contiguous tensor as rows of `width` elements, in tiles of `rows` rows."""
     layout = _layout(t.dtype, (rows, width))
     return Descriptor(t, [t.numel() // width, width], [width, 1], [rows, width], layout)
 
 
-def numbers(t: Tensor, block: tuple[int, ...]) -> Descriptor:
+def vector_descriptor(t: Tensor, block: tuple[int, ...]) -> Descriptor:
     """A contiguous fp32 tensor."""
     layout = _layout(t.dtype, block)
     return Descriptor(t, list(t.shape), list(t.stride()), list(block), layout)
@@ -215,11 +217,11 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def section_of(planes: int, plane_bytes: int, l2_bytes: int) -> int:
-    """How many heads are worked on together, so that what they stream stays in the L2: a divisor of
-    their number.
+def l2_group_size(num_head_tiles: int, head_bytes: int, l2_bytes: int) -> int:
+    """The number of heads computed together, so that what they stream stays in the L2: a divisor of
+    num_head_tiles.
     """
-    return _divisor(planes, max(1, l2_bytes // max(1, plane_bytes)))
+    return _divisor(num_head_tiles, max(1, l2_bytes // max(1, head_bytes)))
 
 
 @lru_cache(maxsize=1024)
@@ -228,11 +230,12 @@ def _divisor(n: int, limit: int) -> int:
     return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
 
 
-def without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Result:
+def fill_without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Result:
+    """The result of a call without keys: zeros, and lse of the sinks alone."""
     lse.copy_(torch.full_like(lse, -math.inf) if sinks is None else sinks[:, None].expand_as(lse))
     return Result(out.zero_(), lse)
 
 
-def with_rows(table: Tensor) -> Tensor:
-    """A page table whose rows lie in one piece."""
+def with_contiguous_rows(table: Tensor) -> Tensor:
+    """A page table with contiguous rows."""
     return table if table.stride(1) == 1 else table.contiguous()

@@ -1,5 +1,5 @@
 """Counters from which the programs of a launch draw, at 0 before it and, because kernels leave them
-so (hopper/schedule.next_ticket), after it: to clear them would take a launch of its own.
+so (hopper/tile_scheduler.next_work_index), after it: to clear them would take a launch of its own.
 
 Launches that share one must not run beside each other. Those of a stream do not: each starts when
 the one before has ended, but for programmatic dependent launches, which must not draw. So a stream

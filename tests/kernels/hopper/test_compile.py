@@ -1,6 +1,6 @@
-"""The Hopper kernels, compiled where there is no Hopper: what ptxas makes of them.
+"""The Hopper kernels, compiled without a Hopper GPU: registers, spills and waits in ptxas's output.
 
-Each variant is a real call whose launches are recorded instead of run, so that host code, tile
+Each variant is a real call. Its launches are recorded instead of run, so that host code, tile
 tables and signatures are tested together. A new variant is one line of FORWARD, DECODE or BACKWARD.
 """
 
@@ -38,7 +38,7 @@ if triton.knobs.runtime.interpret:
 TARGET = GPUTarget("cuda", 90, 32)
 HOPPER = DeviceInfo("cuda", "NVIDIA H200", (9, 0))
 SHARED_BYTES = 232448
-FIRST_NUMBER = 8  # of barriers: onchip/kernels/hopper/pipe.py
+FIRST_NAMED_BARRIER = 8  # of barriers: onchip/kernels/hopper/pipeline.py
 MATRIX_PRODUCTS = ("HGMMA", "QGMMA", "IGMMA", "HMMA")  # of 16 bits, FP8 and integers
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -172,8 +172,8 @@ ADDING = [
 
 
 def variants(table: list[Variant]) -> list:
-    """The table as parameters: all but its first line slow, and of those every second one only for
-    who asks for all.
+    """The table as parameters: all but the first line are slow, and every second one of these is
+    marked `all`.
     """
     named = lambda options: "-".join(f"{name}={value}" for name, value in options.items())
     slow, more = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.all]
@@ -228,9 +228,8 @@ def _pose_paged(
 
 
 class Machine(NamedTuple):
-    """What ptxas made of a kernel: registers of a thread at entry, bytes of shared memory, those
-    that the kernel itself allocates, its code, the names of all instructions, and those of each hot
-    loop.
+    """A compiled kernel: registers of a thread at entry, bytes of shared memory, bytes that the
+    kernel itself allocates, its SASS, the names of all instructions, and of each hot loop.
     """
 
     registers: int
@@ -263,7 +262,9 @@ def _compile(kernel, args, kwargs, folder: Path) -> Machine:
     opened, closed = (compiled.asm["ptx"].count(f"mbarrier.{x}.") for x in ("init", "inval"))
     assert opened == closed, "memory of a barrier that is never closed is given to tiles"
     numbers = re.findall(r"\bbar(?:rier)?\.sync\s+(\d+)", compiled.asm["ptx"])
-    assert all(int(n) < FIRST_NUMBER for n in numbers), "the compiler uses our numbered barriers"
+    assert all(int(n) < FIRST_NAMED_BARRIER for n in numbers), (
+        "the compiler uses our named barriers"
+    )
     return Machine(int(registers), compiled.metadata.shared, allocated, sass, code, loops)
 
 
@@ -325,11 +326,10 @@ def _hot_loops(flow: networkx.DiGraph, names: list[str]) -> list[list[int]]:
 
 
 def _doubtful_addresses(sass: str) -> list[str]:
-    """Matrix products with an operand in shared memory whose address is not set by one instruction
-    alone: four uniform registers from gdesc[] on, of which the first two are of no account where
-    the left operand is in registers. ptxas took what a loop computes for computed where another
-    loop came after it, though the first may have no turn: whatever lay in the registers then was
-    an address.
+    """Matrix products with an operand in shared memory at an address that more than one instruction
+    may have set: four uniform registers from gdesc[] on; the first two do not matter if the left
+    operand is in registers. ptxas assumed in a second loop that the first one had computed an
+    address, though the first may have no iteration: any value in the registers was then an address.
     """
     found, flow = _flow(sass)
     jumps = [i for i, x in enumerate(found) if x.name.startswith("BRX")]
@@ -375,8 +375,8 @@ def _sets(x: Instruction) -> range:
 
 
 def _late_reads(sass: str) -> list[Instruction]:
-    """Loads of shared memory that some warps may not have come to when others wake those that wait.
-    Triton hands these their arguments in memory that a reduction may have left its result in.
+    """Loads of shared memory that some warps may not have executed when others start the producer.
+    Triton passes arguments in shared memory that may still have the result of a reduction.
     """
     found, flow = _flow(sass)
     late: set[int] = set()
@@ -390,7 +390,7 @@ def _late_reads(sass: str) -> list[Instruction]:
 
 
 def _is_start(found: list[Instruction], at: int) -> bool:
-    """Whether warps that wait are woken here: arguments stored, a barrier, registers taken over."""
+    """Whether waiting warps are started here: arguments stored, a barrier, registers reassigned."""
     wakes = found[at].name.startswith("BAR.SYNC") and found[at].operands.strip() == "0x1"
     stored = any(x.name.startswith("STS") for x in found[max(at - 4, 0) : at])
     after = takewhile(lambda x: x.name != "EXIT", found[at : at + 5])
@@ -424,13 +424,13 @@ def _check(machine: Machine, variant: Variant, most_registers: int) -> None:
 
 
 def _starts_early(machine: Machine, options: dict) -> None:
-    """Beside the call before, for which it waits, and lets the next one do so."""
+    """The kernel starts while the previous one ends, waits for it, and lets the next one start."""
     assert options["launch_pdl"] and machine.has("ACQBULK") and machine.has("PREEXIT")
 
 
 def _holds(machine: Machine, expected: Footprint, passing: int = 0) -> None:
-    """The tile tables say what lies on the chip: every buffer, and no more registers. passing:
-    bytes through which the compiler moves numbers from thread to thread.
+    """The footprint model predicts every buffer and the registers. passing: bytes of shared memory
+    that the compiler uses to move values between threads.
     """
     assert machine.allocated == expected.shared_bytes
     assert 0 <= machine.shared - expected.shared_bytes <= HANDED_OVER + passing
@@ -446,10 +446,10 @@ def _gradient(problem: Problem, constants: dict) -> Footprint:
     if "DQ" in constants:
         config = tiles.hopper_backward_config(width)
         return footprint.hopper_backward(config, width, constants["DQ"], dynamic)
-    config, values = tiles.hopper_gradient_config(width), constants["VALUES"]
+    config, values = tiles.hopper_split_config(width), constants["VALUES"]
     if values:
         config = config._replace(b1_stages=2)
-    return footprint.hopper_gradient(config, width, constants["KEYS"], values, dynamic)
+    return footprint.hopper_backward_split(config, width, constants["KEYS"], values, dynamic)
 
 
 @pytest.mark.parametrize("variant", variants(FORWARD))
@@ -473,7 +473,7 @@ def test_forward_stays_in_registers(launches, tmp_path, variant):
 
 
 @pytest.mark.parametrize("rule, consumers", [("window", 3), ("some blocks", 3), ("few blocks", 2)])
-def test_strips_are_for_rows_that_have_much_in_common(launches, rule, consumers):
+def test_strips_are_used_if_their_rows_share_blocks(launches, rule, consumers):
     from onchip.kernels.hopper.launch import forward
 
     n = 4096
@@ -536,7 +536,7 @@ def test_operands_of_8_bits_stay_in_registers(launches, tmp_path, dim, precision
 
 
 @pytest.mark.parametrize("variant", variants(DECODE))
-def test_few_queries_stay_in_registers(launches, tmp_path, variant):
+def test_decode_stays_in_registers(launches, tmp_path, variant):
     from onchip.kernels.hopper.launch_decode import decode
 
     problem, x = _pose(variant._replace(options={**variant.options, "lengths": (1, 300)}))
@@ -557,9 +557,7 @@ def test_few_queries_stay_in_registers(launches, tmp_path, variant):
 
 @pytest.mark.parametrize("form", [None, FORMS[0]])
 @pytest.mark.parametrize("batch", [256, pytest.param(2048, marks=pytest.mark.slow)])
-def test_warps_that_count_many_sequences_agree_before_a_producer_starts(
-    launches, tmp_path, batch, form
-):
+def test_warps_synchronise_before_the_producer_starts(launches, tmp_path, batch, form):
     from onchip.kernels.hopper.launch_decode import decode
 
     options = {**PAGED, "page_size": 16, "lengths": (1, 300), "form": form}
@@ -573,7 +571,7 @@ def test_warps_that_count_many_sequences_agree_before_a_producer_starts(
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_lengths_of_the_largest_batch_fit_beside_the_tiles(width):
+def test_lengths_of_the_largest_batch_fit_in_shared_memory(width):
     few = footprint.hopper_decode(width, page_size=16)
     more = 4 * tiles.HOPPER_DECODE_BATCH - few.buffers["lengths"]
     assert few.shared_bytes + more + HANDED_OVER <= SHARED_BYTES
@@ -639,7 +637,7 @@ def test_a_wide_dout_is_rounded_for_the_products(launches):
 
 
 def test_loops_are_found_by_their_flow():
-    """The slow path of a wait lies behind the code and jumps back: that is no loop."""
+    """The slow path of a wait is behind the code and jumps back: that is no loop."""
     lines = (
         (0, "MOV R1, R2"), (16, "@P0 BRA 0x60"), (32, "HGMMA.64x8x16 R4"), (48, "LDL R5"),
         (64, "@P1 BRA 0x20"), (80, "EXIT"), (96, "SYNCS.TRYWAIT P2"), (112, "@!P2 BRA 0x60"),
@@ -650,7 +648,7 @@ def test_loops_are_found_by_their_flow():
 
 
 @pytest.mark.parametrize("skips, doubtful", [("0x30", []), ("0x40", ["0050"])])
-def test_addresses_that_a_loop_without_turns_leaves_out(skips, doubtful):
+def test_addresses_that_a_loop_without_iterations_does_not_set(skips, doubtful):
     """The first product's address must be set on every way there; of the second's, its left operand
     being in registers, that of the right one alone.
     """

@@ -1,5 +1,5 @@
-"""How decoding on Hopper cuts its work, computed on the CPU: the kernel's own functions over NumPy
-numbers, which wrap around and round as the GPU's do.
+"""How decoding on Hopper splits its work, on the CPU: the kernel's own functions over NumPy
+numbers, which wrap around and round as on the GPU.
 """
 
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from onchip.kernels.hopper import decode  # noqa: E402
 
 
 class Float(np.ndarray):
-    """fp32 whose quotients are wrong by two units in the last place, as div.full.f32's may be."""
+    """fp32 with quotients off by two units in the last place, as div.full.f32's may be."""
 
     skew = 0
 
@@ -52,47 +52,49 @@ def run(method, *args):
 def cut_into(total, ranges):
     each, rest = divmod(total, ranges)
     made = SimpleNamespace(ranges=integers(ranges), each=integers(each), rest=integers(rest))
-    made.start = lambda r: run(decode.Cut.start, made, r)
+    made.start = lambda r: run(decode.RangeSplit.start, made, r)
     return made
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 2**30), st.integers(1, 2048))
-def test_a_unit_lies_in_the_range_that_holds_it(total, ranges):
+def test_owner_is_the_range_of_a_unit(total, ranges):
     """Range r is [r * total // ranges, (r + 1) * total // ranges), whatever its products need."""
     ranges = min(ranges, total)
     cut, all_of_them = cut_into(total, ranges), list(range(ranges))
     starts = [r * total // ranges for r in (*all_of_them, ranges)]
     first, stops = starts[:-1], starts[1:]
     assert cut.start(integers(all_of_them)).tolist() == first
-    assert run(decode.Cut.stop, cut, integers(all_of_them)).tolist() == stops
+    assert run(decode.RangeSplit.stop, cut, integers(all_of_them)).tolist() == stops
     last = [stop - 1 for stop in stops]
     middle = [(a + b) // 2 for a, b in zip(first, last, strict=True)]
     for units in (first, middle, last):
-        assert run(decode.Cut.holder, cut, integers(units)).tolist() == all_of_them
+        assert run(decode.RangeSplit.owner, cut, integers(units)).tolist() == all_of_them
 
 
-def test_ranges_that_there_are_not_are_empty():
+def test_ranges_past_the_last_are_empty():
     cut, there = cut_into(1000, 7), integers([7])
-    assert run(decode.Cut.stop, cut, there).tolist() == cut.start(there).tolist() == [1000]
+    assert run(decode.RangeSplit.stop, cut, there).tolist() == cut.start(there).tolist() == [1000]
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 100), st.integers(1, 300))
-def test_dense_ranges_cover_all_tiles_and_name_sequences_that_there_are(batch, tiles, most):
-    """Programs beyond the last range have no tiles, but they, too, fetch queries of a sequence."""
+def test_dense_ranges_cover_all_tiles_and_name_existing_sequences(batch, tiles, most):
+    """Programs past the last range have no tiles, but still copy the queries of a sequence."""
     lengths = SimpleNamespace(PAGED=False, batch=batch, seqlen_k=64 * tiles)
     lengths.tiles = lambda seqlen: (0, tiles)
     total = (tiles + 4) * batch - 4
     parts = cut_into(total, min(most, max(total // 4, 1)))
     parts.stop = lambda r: parts.start(integers(r + (r < parts.ranges)))
     numpy = {"minimum": np.minimum, "maximum": np.maximum}
-    names = {"SWITCH": 4, "cut": lambda *_: parts, "Range": lambda *fields: fields}
+    names = {"SWITCH_COST": 4, "split": lambda *_: parts, "WorkRange": lambda *fields: fields}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "gl", SimpleNamespace(**numpy))
         for name, value in names.items():
             patch.setattr(decode, name, value)
-        ranges = [run(decode.range_of, lengths, None, integers(r), most, 4) for r in range(most)]
+        ranges = [
+            run(decode.get_work_range, lengths, None, integers(r), most, 4) for r in range(most)
+        ]
     covered = [b * tiles + tile + i for b, _, tile, count, *_ in ranges for i in range(count)]
     assert covered == list(range(batch * tiles))
     assert all(0 <= b < batch for b, *_ in ranges)
@@ -118,30 +120,37 @@ LANGUAGE = SimpleNamespace(
     st.sampled_from([None, 100, 700]),
 )
 def test_programs_start_only_tiles_of_their_first_sequence(seqlens, most, left):
-    """Those beyond the last range stand where they may, and start none."""
+    """Programs past the last range may have any position, and start no tile."""
     window = {"HAS_LEFT": left is not None, "left": left, "seqlen_q": 1}
     lengths = SimpleNamespace(PAGED=True, batch=len(seqlens), **window)
-    lengths.start = lambda seqlen: run(decode.Lengths.start, lengths, seqlen)
-    lengths.tiles = lambda seqlen: run(decode.Lengths.tiles, lengths, seqlen)
+    lengths.start = lambda seqlen: run(decode.DecodeSeqlens.start, lengths, seqlen)
+    lengths.tiles = lambda seqlen: run(decode.DecodeSeqlens.tiles, lengths, seqlen)
     parts = lambda total, *_: paged_cut(total, most)
-    fields = ["b", "seqlen", "tile", "count", "before", "cut", "has_empty"]
+    fields = ["b", "seqlen", "tile", "count", "before", "split", "has_empty"]
     made = lambda *values: SimpleNamespace(**dict(zip(fields, values, strict=True)))
-    names = {"gl": LANGUAGE, "cut": parts, "Range": made, "SWITCH": 4, "TILE_N": 64, "plus": None}
-    names["switch"] = lambda b, tiles: run(switch, b, tiles)
-    switch = decode.switch
+    names = {
+        "gl": LANGUAGE,
+        "split": parts,
+        "WorkRange": made,
+        "SWITCH_COST": 4,
+        "TILE_N": 64,
+        "plus": None,
+    }
+    names["switch_cost"] = lambda b, tiles: run(switch_cost, b, tiles)
+    switch_cost = decode.switch_cost
     with pytest.MonkeyPatch.context() as patch:
         for name, value in names.items():
             patch.setattr(decode, name, value)
         for number in range(most):
-            mine = run(decode.range_of, lengths, integers(seqlens), integers(number), most, 4)
-            started = int(run(decode.of_first, lengths, mine))
+            mine = run(decode.get_work_range, lengths, integers(seqlens), integers(number), most, 4)
+            started = int(run(decode.count_first_tiles, lengths, mine))
             first, tiles = lengths.tiles(integers(seqlens[int(mine.b)]))
             assert 0 <= started <= int(mine.count)
             assert started == 0 or int(mine.tile) + started <= int(tiles)
 
 
 def paged_cut(total, most):
-    """As `decode.cut`, with ranges of 4 units at least."""
+    """As `decode.split`, with ranges of 4 units at least."""
     parts = cut_into(int(total), min(most, max(int(total) // 4, 1)))
     parts.stop = lambda r: parts.start(integers(r + (r < parts.ranges)))
     return parts

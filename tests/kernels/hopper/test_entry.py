@@ -1,4 +1,4 @@
-"""Which problems the Hopper kernels take further than others: decided without a GPU."""
+"""Which problems the Hopper kernels accumulate gradients for, decided without a GPU."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def problem_of(dim=128, seqlen=99, seqlen_k=77, sinks=False, **options):
 
 @pytest.mark.parametrize("dim", [8, 64, 80, 128])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 3.0}])
-def test_gradients_of_one_kernel_are_added(dim, options):
+def test_gradients_of_one_kernel_can_be_accumulated(dim, options):
     assert entry.backend.get_accumulate_fn(problem_of(dim, **options))
 
 
@@ -24,9 +24,9 @@ def test_gradients_of_one_kernel_are_added(dim, options):
     "options",
     [{"dim": 256}, {"dim": 136}, {"deterministic": True}, {"sinks": True}, {"seqlen_k": 0}],
 )
-def test_gradients_of_several_kernels_and_of_nothing_are_not(options):
+def test_gradients_of_several_kernels_or_of_no_keys_cannot_be_accumulated(options):
     assert not entry.backend.get_accumulate_fn(problem_of(**options))
 
 
-def test_packed_sequences_end_inside_of_a_sum():
+def test_gradients_of_packed_sequences_cannot_be_accumulated():
     assert not entry.backend.get_accumulate_fn(problem_of()._replace(packed=True))

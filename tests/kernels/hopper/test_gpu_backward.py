@@ -105,7 +105,7 @@ def test_heads_first_views():
     assert_accurate(attend, q, k, v, causal=True, grad=True)
 
 
-def test_long_rows_in_many_sections():
+def test_long_rows_in_many_l2_groups():
     q, k, v = inputs(5001, batch=1, num_heads=16, num_kv_heads=16)
     assert_accurate(attend, q, k, v, causal=True, grad=True)
 
@@ -229,7 +229,7 @@ def test_block_masks_of_other_lengths_with_softcap(make_mask):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dim, dim_v", [(64, 64), (128, 128), (80, 48), (40, 128)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 7)}], ids=str)
-def test_gradients_in_fp32_are_those_that_are_rounded_otherwise(options, dim, dim_v, packed):
+def test_gradients_in_fp32_round_to_the_16_bit_gradients(options, dim, dim_v, packed):
     """dk and dv to the last bit; of dq the order of sums is not fixed."""
     q, k, v = inputs(333, 444, dim, head_dim_v=dim_v)
     x, lengths = Tensors(q, k, v), ()
@@ -262,7 +262,7 @@ def prepare_call(x, max_seqlens, wide_grads, **options):
 
 
 def shares(x, wide_grads=True, max_seqlens=(), saved=None, **options):
-    """dq, dk and dv as a part of a larger call asks for them; saved: (out, lse) of more keys."""
+    """dq, dk and dv of a part of a larger call; saved: (out, lse) over more keys."""
     call = prepare_call(x, max_seqlens, wide_grads, **options)
     out, lse = saved or torch_op.run(call, x, "hopper")[:2]
     dout = random_like(out).to(x.q.dtype)
@@ -282,7 +282,7 @@ def exact_gradients(x, mask, causal=False, window_size=(None, None), softcap=0.0
 
 
 def check_unrounded(x, max_seqlens=(), mask=None, **options):
-    """In fp32 they are nearer to the truth; what one program sums rounds to what comes in 16 bits.
+    """fp32 gradients are more accurate. Sums of one program round to the 16-bit gradients.
     Neighbours would notice what is stored outside of a tile.
     """
     wide = shares(x, True, max_seqlens, **options)
@@ -359,8 +359,8 @@ def test_unrounded_gradients_are_the_same_bits_every_time(dim, deterministic):
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_shares_of_keys_add_up(dim):
-    """As in a ring: out and lse are those of all keys, and out is wide."""
+def test_gradients_over_parts_of_the_keys_add_up(dim):
+    """As in ring attention: out and lse belong to all keys, and out is fp32."""
     q, k, v = inputs(700, 900, dim)
     whole = Tensors(q, k, v)
     saved = torch_op.run(prepare_call(whole, (), True, out_dtype=torch.float32), whole, "hopper")[
@@ -382,7 +382,7 @@ def test_unrounded_gradients_without_scores(dim, seqlen_q, seqlen_k):
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_gradients_of_a_wide_out(dim):
+def test_gradients_of_an_fp32_out(dim):
     q, k, v = inputs(333, 444, dim)
     assert_accurate(attend_lse, q, k, v, causal=True, out_dtype=torch.float32, grad=True)
 
@@ -401,16 +401,16 @@ def test_lengths_are_not_specialised():
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_gradients_written_while_the_call_begins(dim):
-    """Programs start beside the call before, and must read nothing until it has ended."""
+    """Programs start while the previous kernel ends, and must not read before it has ended."""
     write = late_writer()
     q, k, v = (t.detach().requires_grad_() for t in inputs(300, dim=dim))
     out = attend(q, k, v, causal=True)
     states = [torch.randn_like(out) for _ in range(2)]
     grads = lambda dout: torch.autograd.grad(out, (k, v), dout, retain_graph=True)
     expected = [grads(state) for state in states]
-    room, found = states[0].clone(), []
+    buffer, results = states[0].clone(), []
     for i in range(50):
-        write[(1,)](room, states[i % 2], room.numel(), NANOSECONDS=30_000)
-        found.append(grads(room))
-    for i, (dk, dv) in enumerate(found):
+        write[(1,)](buffer, states[i % 2], buffer.numel(), NANOSECONDS=30_000)
+        results.append(grads(buffer))
+    for i, (dk, dv) in enumerate(results):
         assert torch.equal(dk, expected[i % 2][0]) and torch.equal(dv, expected[i % 2][1])

@@ -1,5 +1,5 @@
-"""Launches that find their counters as others left them, one after another and beside each other,
-on the GPU they are written for. All calls have more tiles than the GPU has processors.
+"""Counters of launches that run one after another and concurrently, on Hopper. All calls have more
+tiles than the GPU has processors.
 """
 
 import pytest
@@ -32,7 +32,7 @@ def varlen():
 
 
 def mixed():
-    """Tickets that do not exist lead to no draw."""
+    """Work indices without queries lead to no draw."""
     x = packed()
     pages = make_pages(x.k, x.v, x.cu_seqlens_k, 16)
     call = {"cu_seqlens_q": x.cu_seqlens_q, "max_seqlen_q": 700, "kernel": "hopper"}
@@ -45,10 +45,10 @@ def are_clear():
 
 
 @pytest.mark.parametrize("make", [causal, varlen, mixed])
-def test_two_streams_and_a_graph_beside_them(make):
+def test_two_streams_and_a_graph_run_concurrently(make):
     call = make()
     expected = call()
-    assert all(torch.equal(call(), expected) for _ in range(4))  # those after the second replayed
+    assert all(torch.equal(call(), expected) for _ in range(4))  # from the third on replayed
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = call()
@@ -66,7 +66,7 @@ def test_two_streams_and_a_graph_beside_them(make):
     assert all(torch.equal(out, expected) for out in (*found, captured))
 
 
-def test_a_call_with_wild_offsets_leaves_no_trace():
+def test_a_call_with_wrong_offsets_clears_its_counter():
     call, x = mixed(), packed()
     expected = call()
     pages = make_pages(x.k, x.v, x.cu_seqlens_k, 16)
@@ -78,7 +78,7 @@ def test_a_call_with_wild_offsets_leaves_no_trace():
         assert are_clear() and torch.equal(call(), expected)
 
 
-def test_gradients_that_are_added():
+def test_accumulated_gradients():
     q, k, v = inputs(1500, 1500, batch=8, num_kv_heads=8)
     x = Tensors(q, k, v)
     problem = describe(x, Options(causal=True), ())

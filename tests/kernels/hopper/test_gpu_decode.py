@@ -1,4 +1,4 @@
-"""Few queries on Hopper, whose keys are split over programs: against the oracle, on the GPU."""
+"""Decoding on Hopper, with keys split over programs: against the oracle, on the GPU."""
 
 import math
 
@@ -121,7 +121,7 @@ def test_heads_over_pages_of_8_bits(form, heads, dim):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_8_bits_far_from_one_another(form):
+def test_8_bit_scales_of_very_different_size(form):
     """Keys and values of 2^-20 to 2^20, queries of 1e-3 and 1e6: as near as triton's kernel is."""
     q, k, v = (torch.randn(1, n, 2, 128, device="cuda") for n in (2, 300, 300))
     size = torch.exp2(torch.randint(-20, 21, (1, 300, 2, 1), device="cuda").float())
@@ -152,7 +152,7 @@ def test_scales_of_any_strides_and_a_thousand_repeats():
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 17), (1, 5001), (4, 1023), (3, 64)])
-def test_keys_side_by_side(dim, seqlen_q, seqlen_k):
+def test_dense_keys(dim, seqlen_q, seqlen_k):
     q, k, v = inputs(seqlen_q, seqlen_k, dim, batch=3)
     assert splits_keys(describe(Tensors(q, k, v), Options(causal=True)))
     call = lambda *x, **o: onchip.attention(*x, return_lse=True, kernel="hopper", **o)
@@ -224,21 +224,21 @@ def test_lengths_and_pages_written_while_the_call_begins(changed, form):
     table, seqlens = pages.page_table, pages.cache_seqlens
     lengths = torch.tensor(other["lengths"]).to(seqlens) if "lengths" in changed else seqlens
     moved = table + other["pages"] if "pages" in changed else table
-    room = torch.cat([seqlens, table.flatten()])
-    states = [room.clone(), torch.cat([lengths, moved.flatten()])]
-    views = room[len(seqlens) :].view(table.shape), room[: len(seqlens)]
+    buffer = torch.cat([seqlens, table.flatten()])
+    states = [buffer.clone(), torch.cat([lengths, moved.flatten()])]
+    views = buffer[len(seqlens) :].view(table.shape), buffer[: len(seqlens)]
     expected = []
     for state in states:
-        room.copy_(state)
+        buffer.copy_(state)
         expected.append(onchip.paged_attention(q, k, v, *views, kernel="hopper", **scales))
     outs = []
     for i in range(100):
-        write[(1,)](room, states[i % 2], len(room), NANOSECONDS=30_000)
+        write[(1,)](buffer, states[i % 2], len(buffer), NANOSECONDS=30_000)
         outs.append(onchip.paged_attention(q, k, v, *views, kernel="hopper", **scales))
     assert all(torch.equal(out, expected[i % 2]) for i, out in enumerate(outs))
 
 
-def test_two_streams_do_not_meet():
+def test_two_streams_do_not_interfere():
     q, _, pages = paged(1, [9000, 12345])
     expected = onchip.paged_attention(q, *pages, kernel="hopper")
     streams, outs = [torch.cuda.Stream() for _ in range(3)], []

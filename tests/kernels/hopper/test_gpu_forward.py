@@ -74,7 +74,7 @@ def test_block_masks_of_other_lengths_with_sinks_and_softcap(make_mask):
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("scale", [1e-6, 0.125, 3.0])
-def test_rows_that_a_mask_hides_all_from_at_first(dim, scale):
+def test_rows_whose_first_key_tiles_are_hidden(dim, scale):
     """One row of each block lists them all. The others see nothing, or a key of the first block or
     of the last, one of which is visited last; its value is their output.
     """
@@ -123,7 +123,7 @@ def test_strips_with_everything(lengths, make_mask):
 
 @pytest.mark.usefixtures("always_strips")
 @pytest.mark.parametrize("density", [0.1, 0.5, 0.9])
-def test_strips_whose_rows_have_little_in_common(density):
+def test_strips_whose_rows_share_few_blocks(density):
     """One row may have many blocks more than the other: they pass by its consumers."""
     blocks = torch.rand(1, 1, 24, 200, generator=torch.Generator().manual_seed(0))
     more = torch.linspace(0, 1, 24)[torch.randperm(24, generator=torch.Generator().manual_seed(1))]
@@ -149,7 +149,7 @@ def test_strips_of_many_heads(make_mask):
 
 
 @pytest.mark.usefixtures("always_strips")
-def test_strips_that_a_graph_records(make_mask):
+def test_strips_in_a_cuda_graph(make_mask):
     """Of a mask that no call has seen before, strips are made whenever the graph is replayed."""
     n = 1300
     q, k, v = inputs(n, n, 64)
@@ -191,7 +191,7 @@ def test_unrounded_results_of_packed_sequences():
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize(
     "change",
-    [{"rescale": "always"}, {"rescale": "moved"}, {"rescale": "stale"}, {"poly": 4}],
+    [{"rescale": "always"}, {"rescale": "moved"}, {"rescale": "stale"}, {"emulated_exp2": 4}],
     ids=str,
 )
 def test_the_ideas_of_version_4(dim, change, monkeypatch):
@@ -231,7 +231,7 @@ def test_tiles_without_keys_between_others(dim, options):
     assert_accurate(varlen, x.q, x.k, x.v, **x.options, **options)
 
 
-def test_a_maximum_that_creeps_up():
+def test_a_maximum_that_rises_slowly():
     """Every tile of keys raises the scores by less than 2^8, all together by far more."""
     q, k, v = inputs(64, 2048)
     q, k = torch.ones_like(q), torch.ones_like(k)
@@ -245,7 +245,7 @@ def test_heads_first_views():
     assert_accurate(attend, q, k, v, causal=True)
 
 
-def test_long_rows_in_many_sections():
+def test_long_rows_in_many_l2_groups():
     q, k, v = inputs(5001, num_heads=16, num_kv_heads=16)
     assert_accurate(attend, q, k, v, causal=True)
 
@@ -333,8 +333,8 @@ def test_a_result_is_merged_into_the_state_of_other_keys(dim, options):
     lse[:, :, 50:70] = -torch.inf
     out[:, 50:70] = 0
     rows = slice(37, 370)
-    asked = {"return_lse": True, "out_dtype": torch.float32, **options}
-    new = onchip.attention(q, k, v, kernel="reference", **asked)
+    call = {"return_lse": True, "out_dtype": torch.float32, **options}
+    new = onchip.attention(q, k, v, kernel="reference", **call)
     want, want_lse = out.clone().double(), lse.clone()
     outs, lses = (out[:, rows], new[0]), (lse[:, :, rows], new[1])
     exact = onchip.merge_states(*([t.double().cpu() for t in each] for each in (outs, lses)))
@@ -350,7 +350,7 @@ def test_a_result_is_merged_into_the_state_of_other_keys(dim, options):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("keys", [70, 700])
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
-def test_totals_come_and_go_over_many_tiles(dim, keys, options):
+def test_merging_over_many_tiles(dim, keys, options):
     """Some twenty tiles for each program, again and again into the same state: the same products as
     without merging, so that no more than the merge itself is rounded.
     """
@@ -369,15 +369,15 @@ def test_totals_come_and_go_over_many_tiles(dim, keys, options):
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
 def test_tensors_written_while_the_call_begins(dim, options):
-    """Programs start beside the call before, and must read nothing until it has ended."""
+    """Programs start while the previous kernel ends, and must not read before it has ended."""
     write = late_writer()
     states = [torch.stack(inputs(150, dim=dim, num_kv_heads=8)) for _ in range(2)]
     states[1] *= 1.5
     expected = [attend(*state, **options)[0] for state in states]
-    room, outs = states[0].clone(), []
+    buffer, outs = states[0].clone(), []
     for i in range(50):
-        write[(1,)](room, states[i % 2], room.numel(), NANOSECONDS=30_000)
-        outs.append(attend(*room, **options)[0])
+        write[(1,)](buffer, states[i % 2], buffer.numel(), NANOSECONDS=30_000)
+        outs.append(attend(*buffer, **options)[0])
     assert all(torch.equal(out, expected[i % 2]) for i, out in enumerate(outs))
 
 
@@ -389,8 +389,8 @@ def test_lengths_written_while_the_call_begins():
         q, k, v, cu, cu, 300, 300, causal=True, kernel="hopper"
     )
     expected = [attend_packed(state)[:9] for state in states]  # past the last end nothing is stored
-    room, outs = states[0].clone(), []
+    buffer, outs = states[0].clone(), []
     for i in range(50):
-        write[(1,)](room, states[i % 2], room.numel(), NANOSECONDS=30_000)
-        outs.append(attend_packed(room)[:9])
+        write[(1,)](buffer, states[i % 2], buffer.numel(), NANOSECONDS=30_000)
+        outs.append(attend_packed(buffer)[:9])
     assert all(torch.equal(out, expected[i % 2]) for i, out in enumerate(outs))

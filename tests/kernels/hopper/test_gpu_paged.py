@@ -62,7 +62,7 @@ def test_page_sizes(dim, page_size, causal):
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 5, 8, 16, 64])
 def test_groups(group_size):
-    """Those that divide the 64 rows of a consumer share a tile; the others do not."""
+    """Groups that divide the 64 rows of a consumer share a tile; others do not."""
     judge([70, 3, 1], [300, 111, 799], 16, heads(group_size, 2))
 
 
@@ -117,7 +117,7 @@ def test_the_same_bits_as_dense_and_at_any_page_size():
         assert torch.equal(mine_lse.transpose(0, 1).flatten(1), lse)
 
 
-def test_a_sequence_does_not_depend_on_its_company():
+def test_a_sequence_does_not_depend_on_the_batch():
     q, _, pages = paged(4, 90, [800, 90, 300, 1000])
     together = onchip.paged_attention(q, *pages, deterministic=True, kernel="hopper")
     for b in range(4):
@@ -167,7 +167,7 @@ def test_strides_of_pages_and_table_are_kept():
     assert torch.equal(got, expected)
 
 
-def test_pages_that_are_no_whole_slots_apart_are_refused_and_served_elsewhere():
+def test_page_strides_that_are_not_whole_slots_are_refused():
     q, _, (k_pages, v_pages, table, seqlens) = paged(1, 512, [600], sizes=heads(4, 8))
     wide = k_pages.new_zeros(len(k_pages), k_pages[0].numel() + 8)
     wide[:, :-8] = k_pages.flatten(1)
@@ -231,7 +231,7 @@ def test_a_pool_past_two_billion_elements():
     assert_accurate(got, q, k, k, causal=True)
 
 
-def test_chunks_and_single_tokens_go_to_hopper_and_what_lies_between_to_triton():
+def test_dispatch_of_chunks_and_single_tokens_to_hopper_and_others_to_triton():
     sizes = heads(4, 8)
     for seqlen_q, kernel in ((512, "hopper"), (1, "hopper"), (8, "triton")):
         q, _, pages = paged(1, seqlen_q, [1000], sizes=sizes)

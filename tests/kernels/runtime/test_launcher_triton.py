@@ -20,12 +20,12 @@ from triton.runtime.jit import JITFunction, create_function_from_signature  # no
 if triton.knobs.runtime.interpret:
     pytest.skip("interpreting and compiling cannot share a process", allow_module_level=True)
 
-from onchip.kernels.hopper import launch, launch_backward, launch_gradient  # noqa: E402
+from onchip.kernels.hopper import launch, launch_backward, launch_backward_split  # noqa: E402
 from onchip.kernels.hopper.tensors import Descriptor, TensorDescriptor  # noqa: E402
 from onchip.kernels.triton import backward, bias, decode, forward  # noqa: E402
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
-MODULES = (launch, launch_backward, launch_gradient, forward, backward, bias, decode)
+MODULES = (launch, launch_backward, launch_backward_split, forward, backward, bias, decode)
 KERNELS = {
     "hopper": (launch.forward, launch_backward.backward),
     "triton": (forward.forward, backward.backward),

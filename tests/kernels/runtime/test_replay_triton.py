@@ -25,14 +25,14 @@ if triton.knobs.runtime.interpret:
     pytest.skip("interpreting and compiling cannot share a process", allow_module_level=True)
 
 from onchip.kernels.hopper import launch as hopper  # noqa: E402
-from onchip.kernels.hopper import launch_backward, launch_decode, launch_gradient  # noqa: E402
+from onchip.kernels.hopper import launch_backward, launch_backward_split, launch_decode  # noqa: E402
 from onchip.kernels.triton import backward, bias, decode, forward, launch  # noqa: E402
 
 MODULES = (
     hopper,
     launch_backward,
     launch_decode,
-    launch_gradient,
+    launch_backward_split,
     backward,
     bias,
     decode,

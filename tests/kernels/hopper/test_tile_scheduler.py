@@ -1,5 +1,5 @@
-"""The producers of the Hopper kernels, run as plain Python on several threads: every tile is handed
-out once, and the counter is at 0 after a launch as before it.
+"""The producers of the Hopper kernels, run as plain Python on several threads: every tile is
+computed once, and the counter is 0 before and after a launch.
 """
 
 import threading
@@ -11,14 +11,14 @@ from unittest.mock import MagicMock
 import pytest
 
 pytest.importorskip("triton")
-from onchip.kernels.hopper import backward, gradient, producer, schedule  # noqa: E402
+from onchip.kernels.hopper import backward, backward_split, producer, tile_scheduler  # noqa: E402
 
 PROGRAMS = 5
 QUERIES = 4  # of a tile
 
 
 class Device:
-    """What the kernels ask of Gluon. A pointer to the counter is an index into `words`."""
+    """The part of Gluon that producers use. A pointer to the counter is an index into `words`."""
 
     def __init__(self):
         self.words = [0, 0]
@@ -34,7 +34,7 @@ class Device:
         return self._here.program
 
     def atomic_add(self, at, n, sem="acq_rel"):
-        sleep(0)  # others may come first
+        sleep(0)  # other threads may run first
         with self._lock:
             self.draws += at == 0
             self.words[at] += n
@@ -54,8 +54,8 @@ class Device:
 
 
 def plain(module, device, **stand_ins):
-    """`produce` of a module, and all that it calls but the stand-ins, as Python runs them."""
-    world = {**vars(schedule), **vars(module)}
+    """`produce` of a module and the functions that it calls, as plain Python, with stand_ins."""
+    world = {**vars(tile_scheduler), **vars(module)}
     for name, found in world.items():
         if hasattr(found, "fn"):
             code, defaults = found.fn.__code__, found.fn.__defaults__
@@ -64,47 +64,53 @@ def plain(module, device, **stand_ins):
     return world["produce"]
 
 
-def job_of(num_tiles, **more):
+def make_params(num_tiles, **more):
     cfg = SimpleNamespace(DYNAMIC=True, CONSUMERS=2, TILE_N=1, TILE_M=1, TILE=1, VALUES=False)
     cfg.KEYS = False
     off = SimpleNamespace(ON=False)
     order = SimpleNamespace(num_tiles=num_tiles)
-    shape, pages = MagicMock(group_size=1), SimpleNamespace(SIZE=0)
-    parts = {"cfg": cfg, "blocks": off, "order": order, "shape": shape, "pages": pages}
+    seqlen, pages = MagicMock(group_size=1), SimpleNamespace(SIZE=0)
+    parts = {"cfg": cfg, "blocks": off, "order": order, "seqlen": seqlen, "pages": pages}
     return SimpleNamespace(STRIPS=False, **parts, **more)
 
 
-def forward_job(lengths, sparse, handed_out):
-    """A job over sequences of so many queries, each of which has as many tickets as the longest."""
+def make_forward_params(lengths, sparse, handed_out):
+    """Parameters of a call over sequences of these lengths. Each sequence has as many work indices
+    as the longest.
+    """
     tiles = -(-max(lengths) // QUERIES)
     num_tiles = tiles * len(lengths)
     rows = [(n % tiles * QUERIES, lengths[n // tiles]) for n in range(num_tiles)]
     existing = [n for n, (row, length) in enumerate(rows) if row < length]
 
-    def place(ticket):
-        row, length = rows[ticket] if ticket < num_tiles else (-1, 0)
+    def work_tile(work_index):
+        row, length = rows[work_index] if work_index < num_tiles else (-1, 0)
         return SimpleNamespace(
-            ticket=ticket, row=row, seqlen_q=length, seqlen_k=length, batch=0, head=0, k0=0
+            work_index=work_index, row=row, seqlen_q=length, seqlen_k=length, batch=0, head=0, k0=0
         )
 
     def find(number, block, passed):
         return existing[number] if number < len(existing) else num_tiles, block, passed
 
-    def keys(place, consumers):
-        handed_out.append(place.ticket)
-        return SimpleNamespace(lo=0, hi=place.ticket % 4)  # none for some
+    def keys(work_tile, consumers):
+        handed_out.append(work_tile.work_index)
+        return SimpleNamespace(lo=0, hi=work_tile.work_index % 4)  # none for some
 
-    job = job_of(num_tiles, SPARSE=sparse, place=place, find=find, keys=keys)
-    job.words = lambda place: ()
-    return job, existing
+    params = make_params(
+        num_tiles, SPARSE=sparse, work_tile=work_tile, find_tile=find, block_range=keys
+    )
+    params.pack_tile = lambda work_tile: ()
+    return params, existing
 
 
 def forward_of(device):
     nothing = lambda *args: None
     state = lambda *args: SimpleNamespace(
-        **dict(zip(("ticket", "given", "block", "passed"), args, strict=True))
+        **dict(zip(("work_index", "num_pushed", "block", "passed"), args, strict=True))
     )
-    return plain(producer, device, load_rows=nothing, load_totals=nothing, Drawn=state)
+    return plain(
+        producer, device, load_rows=nothing, load_previous_out=nothing, ProducerState=state
+    )
 
 
 def pipes():
@@ -124,64 +130,66 @@ LENGTHS = {
 def test_forward(lengths, sparse):
     device = Device()
     produce = forward_of(device)
-    for _ in range(3):  # each launch leaves the counter to the next
+    for _ in range(3):  # the next launch uses the same counter
         handed_out = []
-        job, existing = forward_job(lengths, sparse, handed_out)
+        params, existing = make_forward_params(lengths, sparse, handed_out)
         device.draws = 0
-        device.launch(produce, None, None, None, None, 0, pipes(), job)
+        device.launch(produce, None, None, None, None, 0, pipes(), params)
         assert sorted(handed_out) == existing and device.words == [0, 0]
-        assert device.draws == len(existing if sparse else range(job.order.num_tiles))
+        assert device.draws == len(existing if sparse else range(params.order.num_tiles))
 
 
 @pytest.mark.parametrize("apart", [0, 2, 100])
-def test_wrong_lengths_leave_no_trace(apart):
-    """Tiles where none can be, or the same one for ever, as far as a launch ends."""
+def test_wrong_lengths_leave_the_counter_at_0(apart):
+    """Wrong tiles, or the same one again and again, as long as the launch ends."""
     device = Device()
-    job, _ = forward_job(LENGTHS["packed"], True, [])
-    end = 3 * job.order.num_tiles
-    job.find = lambda number, *at: (number * apart if number < end else end, *at)
-    device.launch(forward_of(device), None, None, None, None, 0, pipes(), job)
+    params, _ = make_forward_params(LENGTHS["packed"], True, [])
+    end = 3 * params.order.num_tiles
+    params.find_tile = lambda number, *at: (number * apart if number < end else end, *at)
+    device.launch(forward_of(device), None, None, None, None, 0, pipes(), params)
     assert device.words == [0, 0]
 
 
 def test_with_a_program_for_each_tile_nothing_is_drawn():
-    """And in the place of a counter may be anything."""
+    """The counter is not used and may have any value."""
     device = Device()
-    device.words = ["anything", "at all"]
+    device.words = ["any", "value"]
     handed_out = []
-    job, existing = forward_job([QUERIES] * PROGRAMS, False, handed_out)
-    device.launch(forward_of(device), None, None, None, None, 0, pipes(), job)
-    assert sorted(handed_out) == existing and device.words == ["anything", "at all"]
+    params, existing = make_forward_params([QUERIES] * PROGRAMS, False, handed_out)
+    device.launch(forward_of(device), None, None, None, None, 0, pipes(), params)
+    assert sorted(handed_out) == existing and device.words == ["any", "value"]
 
 
 @pytest.mark.parametrize("num_tiles", [PROGRAMS + 1, 41])
 def test_backward(num_tiles):
     device, handed_out = Device(), []
 
-    def place(ticket):
-        handed_out.append(ticket)
-        return 0, 0, ticket
+    def work_tile(work_index):
+        handed_out.append(work_index)
+        return 0, 0, work_index
 
     walk = SimpleNamespace(count=0)
-    produce = plain(backward, device, walk_of=lambda *args: walk)
+    produce = plain(backward, device, make_walk=lambda *args: walk)
     for _ in range(3):
-        job = job_of(num_tiles, place=place)
-        job.shape.sequence.return_value = (0, 9, 0, 9)
-        device.launch(produce, None, None, None, None, None, 0, pipes(), job)
+        params = make_params(num_tiles, work_tile=work_tile)
+        params.seqlen.sequence.return_value = (0, 9, 0, 9)
+        device.launch(produce, None, None, None, None, None, 0, pipes(), params)
         assert sorted(handed_out) == list(range(num_tiles)) and device.words == [0, 0]
         handed_out.clear()
 
 
 @pytest.mark.parametrize("num_tiles", [PROGRAMS + 1, 41])
-def test_gradient(num_tiles):
+def test_backward_split(num_tiles):
     device, handed_out = Device(), []
 
-    def place(ticket, part):
-        handed_out.append(ticket)
+    def work_tile(work_index, part):
+        handed_out.append(work_index)
         return SimpleNamespace(row=0, length=0)
 
     for _ in range(3):
-        job = job_of(num_tiles, place=place)
-        device.launch(plain(gradient, device), None, None, None, None, None, 0, pipes(), job)
+        params = make_params(num_tiles, work_tile=work_tile)
+        device.launch(
+            plain(backward_split, device), None, None, None, None, None, 0, pipes(), params
+        )
         assert sorted(handed_out) == list(range(num_tiles)) and device.words == [0, 0]
         handed_out.clear()

@@ -1,58 +1,42 @@
-"""Where decoding on Hopper leaves its results, and the states of sequences that several of its
-programs share: whoever finds all of them there merges them.
+"""Results of decoding, and the merge of partial states (FlashAttention's combine kernel). It is not
+a launch of its own: the program that finds all partial states of a sequence complete merges them.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
-from onchip.kernels.hopper.pipe import meet
+from onchip.kernels.hopper.aggregate import aggregate
+from onchip.kernels.hopper.pipeline import sync_partition
 from onchip.kernels.hopper.softmax import LN2, LOG2E
 
 WARPS = gl.constexpr(4)  # of a consumer
-LOT = gl.constexpr(16)  # states that a merge loads together: one by one, each would cost a latency
+MERGE_BATCH = gl.constexpr(16)  # states loaded together: one by one, each would cost a latency
 
 
 @aggregate
-class Out:
-    """Results, and the scratch memory of states: slot range + b of each kv head is the state that a
-    range has of sequence b. flags: `nonce` where a state is there.
+class DecodeOutput:
+    """Results, and scratch memory for partial states. Slot range + b of each kv head is the state
+    that a range has of sequence b. flags: `nonce` where a state is complete.
     """
 
     out: gl.tensor
     lse: gl.tensor
     sinks: gl.tensor
-    parts: gl.tensor
-    part_lses: gl.tensor
+    partials: gl.tensor
+    partial_lses: gl.tensor
     flags: gl.tensor
     nonce: gl.tensor
     num_heads: gl.tensor
     dim: gl.tensor
-    GROUP: gl.constexpr  # heads of a kv head
+    GROUP: gl.constexpr  # query heads of a kv head
     HAS_SINKS: gl.constexpr
-    MOST: gl.constexpr  # ranges
-
-    @gluon.constexpr_function
-    def __init__(
-        self, out, lse, sinks, parts, part_lses, flags, nonce, num_heads, dim, GROUP, HAS_SINKS,
-        MOST,
-    ):  # fmt: skip
-        self.out = out
-        self.lse = lse
-        self.sinks = sinks
-        self.parts = parts
-        self.part_lses = part_lses
-        self.flags = flags
-        self.nonce = nonce
-        self.num_heads = num_heads
-        self.dim = dim
-        self.GROUP = gl.constexpr(GROUP)
-        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
-        self.MOST = gl.constexpr(MOST)
+    MOST: gl.constexpr  # upper bound of the number of ranges
 
     @gluon.jit
     def store(self, b, kv_head, seqlen_q, r0, m, l, acc, layout: gl.constexpr):
-        """The result of the rows from r0 on: m, l of rows, acc (rows, dims) in `layout`."""
+        """Store the result of the rows from r0 on: m and l of rows, acc (rows, head_dim) in
+        `layout`.
+        """
         r = r0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
         d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
         inside = r < seqlen_q * self.GROUP
@@ -65,61 +49,66 @@ class Out:
             l = l * gl.exp2(m - pivot) + gl.exp2(sink - pivot)
             acc = acc * gl.exp2(m - pivot)[:, None]
             m = top
-        place = (b.to(gl.int64) * self.num_heads + head) * seqlen_q + query
-        gl.store(self.lse + place, (m + gl.log2(l)) * LN2, mask=inside)
-        acc = acc * (1.0 / gl.where(l == 0.0, 1.0, l))[:, None]  # such a row has seen nothing
+        work_tile = (b.to(gl.int64) * self.num_heads + head) * seqlen_q + query
+        gl.store(self.lse + work_tile, (m + gl.log2(l)) * LN2, mask=inside)
+        acc = acc * (1.0 / gl.where(l == 0.0, 1.0, l))[:, None]  # l = 0: the row saw no key
         row = (b.to(gl.int64) * seqlen_q + query) * self.num_heads + head
         cells = self.out + row[:, None] * self.dim + d[None, :]
         mask = inside[:, None] & (d < self.dim)[None, :]
         gl.store(cells, acc.to(self.out.dtype.element_ty), mask=mask)
 
     @gluon.jit
-    def leave(self, slot, rows, m, l, acc, layout: gl.constexpr):
-        """A state at rest, its lse in base 2."""
+    def store_partial(self, slot, rows, m, l, acc, layout: gl.constexpr):
+        """Store a normalised partial state, with lse in base 2."""
         r = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
         d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
         at = slot.to(gl.int64) * rows + r
-        gl.store(self.part_lses + at, m + gl.log2(l), mask=r < rows)
+        gl.store(self.partial_lses + at, m + gl.log2(l), mask=r < rows)
         acc = acc * (1.0 / gl.where(l == 0.0, 1.0, l))[:, None]
-        cells = self.parts + at[:, None] * acc.shape[1] + d[None, :]
+        cells = self.partials + at[:, None] * acc.shape[1] + d[None, :]
         gl.store(cells, acc, mask=(r < rows)[:, None])
 
     @gluon.jit
     def complete(self, slot, first, stride, count):
-        """Say that the state in `slot` is there; whether all `count` are, from slot `first` on.
-        Several programs may find so, and do the same. Flags are read by writing to them, so that of
-        two programs one sees the other's. They are left cleared for the next call over this memory.
+        """Set the flag of `slot`, and return whether all `count` states from slot `first` on are
+        complete. Several programs may find so, and store the same result. Flags are read by atomic
+        adds, so that of two programs at least one sees the other's. They are cleared for the next
+        call that uses this memory.
         """
         k = gl.arange(0, self.MOST, gl.BlockedLayout([self.MOST // 128], [32], [4], [0]))
         flags = self.flags + first + k * stride
-        meet()
+        sync_partition()
         gl.atomic_xchg(self.flags + slot, self.nonce, sem="acq_rel", scope="gpu")
-        meet()
-        seen = gl.atomic_add(flags, gl.zeros_like(k).to(gl.int64), k < count, "acq_rel", "gpu")
-        there = gl.sum(((seen == self.nonce) & (k < count)).to(gl.int32), 0)
-        if there == count:
+        sync_partition()
+        flags_seen = gl.atomic_add(
+            flags, gl.zeros_like(k).to(gl.int64), k < count, "acq_rel", "gpu"
+        )
+        num_present = gl.sum(((flags_seen == self.nonce) & (k < count)).to(gl.int32), 0)
+        if num_present == count:
             gl.store(flags, gl.zeros_like(k).to(gl.int64), mask=k < count)
-        return there == count
+        return num_present == count
 
     @gluon.jit
     def merge(self, b, kv_head, seqlen_q, first, stride, count, D: gl.constexpr):
-        """Fold `count` states, from slot `first` on, into the result."""
-        S: gl.constexpr = gl.BlockedLayout([LOT, 1, D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+        """Merge `count` states, from slot `first` on, into the result."""
+        S: gl.constexpr = gl.BlockedLayout(
+            [MERGE_BATCH, 1, D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0]
+        )
         L: gl.constexpr = gl.SliceLayout(0, S)
         ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, S))
         rows = seqlen_q * self.GROUP
-        k = gl.arange(0, LOT, gl.SliceLayout(1, gl.SliceLayout(2, S)))
+        k = gl.arange(0, MERGE_BATCH, gl.SliceLayout(1, gl.SliceLayout(2, S)))
         d = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, S)))
         for r0 in range(0, rows, WARPS):
             r = r0 + gl.arange(0, WARPS, ROW)
             m = gl.full([WARPS], float("-inf"), gl.float32, gl.SliceLayout(1, L))
             l = gl.zeros([WARPS], gl.float32, gl.SliceLayout(1, L))
             acc = gl.zeros([WARPS, D], gl.float32, L)
-            for k0 in range(0, count, LOT):
+            for k0 in range(0, count, MERGE_BATCH):
                 inside = (k0 + k < count)[:, None] & (r < rows)[None, :]
                 at = (first + (k0 + k) * stride).to(gl.int64)[:, None] * rows + r[None, :]
-                lse = gl.load(self.part_lses + at, mask=inside, other=float("-inf"))
-                cells = self.parts + at[:, :, None] * D + d[None, None, :]
+                lse = gl.load(self.partial_lses + at, mask=inside, other=float("-inf"))
+                cells = self.partials + at[:, :, None] * D + d[None, None, :]
                 part = gl.load(cells, mask=inside[:, :, None], other=0.0)
                 m_new = gl.maximum(m, gl.convert_layout(gl.max(lse, 0), m.type.layout))
                 pivot = gl.where(m_new == float("-inf"), 0.0, m_new)

@@ -113,9 +113,9 @@ def test_packed(precision, dim, options):
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": dim, "dtype": torch.bfloat16}
     x = make_packed([1, 300, 0, 64, 200], [130, 257, 5, 0, 200], device="cuda", **shape)
     cu = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
-    told = {"kernel": "hopper", "precision": precision, "return_lse": True}
-    told |= {"out_dtype": torch.float32, **options}
-    out, lse = onchip.varlen_attention(x.q, x.k, x.v, *cu.values(), 300, 257, **told)
+    options_8bit = {"kernel": "hopper", "precision": precision, "return_lse": True}
+    options_8bit |= {"out_dtype": torch.float32, **options}
+    out, lse = onchip.varlen_attention(x.q, x.k, x.v, *cu.values(), 300, 257, **options_8bit)
     want, want_lse = quant.attend(RECIPES[precision], x.q, x.k, x.v, **cu, **options)
     assert rmse(out, want) <= 0.02 * want.square().mean().sqrt()
     torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-2)
@@ -124,8 +124,8 @@ def test_packed(precision, dim, options):
 def test_neighbours_that_are_not_numbers():
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16}
     x = make_packed([70, 65, 90], [130, 65, 200], device="cuda", **shape)
-    told = {"kernel": "hopper", "precision": "fp8"}
-    call = lambda: onchip.varlen_attention(*x[:5], 90, 200, **told)
+    options_8bit = {"kernel": "hopper", "precision": "fp8"}
+    call = lambda: onchip.varlen_attention(*x[:5], 90, 200, **options_8bit)
     before = call()
     for t in (x.q[70:135], x.k[130:195], x.v[130:195]):
         t.fill_(torch.nan)
@@ -155,7 +155,7 @@ def test_strides_and_the_same_bits_every_time():
 
 
 def test_many_tiles():
-    """More than there are processors: tickets are drawn."""
+    """More tiles than processors: work indices are drawn."""
     q, k, v = inputs(1500, 1500, batch=4)
     for options in ({}, {"causal": True}):
         got = attend(q, k, v, **options)[0]
@@ -167,11 +167,11 @@ def test_many_tiles():
 
 def test_a_graph_replays_it():
     q, k, v = inputs(256, 512)
-    told = {"kernel": "hopper", "precision": "fp8"}
-    want = onchip.attention(q, k, v, **told)
+    options_8bit = {"kernel": "hopper", "precision": "fp8"}
+    want = onchip.attention(q, k, v, **options_8bit)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = onchip.attention(q, k, v, **told)
+        out = onchip.attention(q, k, v, **options_8bit)
     out.zero_()
     graph.replay()
     assert torch.equal(out, want)

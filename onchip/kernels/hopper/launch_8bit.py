@@ -1,4 +1,4 @@
-"""From a call to launches of the forward with operands of 8 bits: quantisation, then attention."""
+"""From a call to the launches of the 8-bit forward: quantisation, then attention."""
 
 from typing import Any
 
@@ -7,63 +7,66 @@ from torch import Tensor
 
 from onchip.core.backend import Result, empty_result
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels.hopper.forward8 import forward8_kernel
+from onchip.kernels.hopper.forward_8bit import forward_8bit_kernel
 from onchip.kernels.hopper.tensors import (
     L2_FORWARD,
     descriptor,
-    matrix,
+    fill_without_keys,
+    l2_group_size,
+    matrix_descriptor,
     num_sms,
-    scales,
-    section_of,
+    softmax_scales,
     tile_constants,
-    without_keys,
 )
 from onchip.kernels.runtime.counters import counter
 from onchip.kernels.runtime.launcher import Handle
 from onchip.kernels.tiles import hopper_eight_config, hopper_width
 
-PART = 128  # columns of values that are summed at once
+PV_COLUMNS = 128  # columns of PV in one accumulator
 
-_forward8_kernel = Handle(forward8_kernel)
+_forward_8bit_kernel = Handle(forward_8bit_kernel)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
+    """Compute out and lse."""
     out, lse = empty_result(problem, x)
     if not out.numel() or not problem.batch:
         return Result(out, lse)
     if not x.k.numel() or not problem.seqlen_k:
-        return without_keys(out, lse, x.sinks)
-    attend(problem, x, prepare(problem, x, lse), out, lse)
+        return fill_without_keys(out, lse, x.sinks)
+    launch_attention(problem, x, prepare(problem, x, lse), out, lse)
     return Result(out, lse)
 
 
 def prepare(problem: Problem, x: Tensors, shift: Tensor) -> Any:
-    """Its Operands, and what their lse is short of: by the portable Triton kernels."""
+    """Quantised operands, and what quantisation subtracted from the lse: by the portable
+    kernels.
+    """
     from onchip.kernels.triton import quantise
 
     return quantise.prepare(problem, x, shift)
 
 
-def attend(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor) -> None:
-    """Fill out and lse, where what `operands` are short of lies already."""
+def launch_attention(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor) -> None:
+    """Fill out and lse. lse already has what quantisation subtracted."""
     q, k, v, pairs = operands
     left, right = problem.window
     width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
-    part = min(width_v, PART)
+    part = min(width_v, PV_COLUMNS)
     config = hopper_eight_config(problem.precision, max(width, width_v))
-    planes = problem.batch * problem.num_heads
+    num_head_tiles = problem.batch * problem.num_heads
     tiles_m = -(-problem.seqlen_q // (64 * config.consumers))
-    num_tiles = tiles_m * planes
+    num_tiles = tiles_m * num_head_tiles
     programs = min(num_tiles, num_sms(x.q.device))
     uneven = left is not None or right is not None or problem.packed
     dynamic = (uneven or config.dynamic) and num_tiles > programs
     staged = problem.out_dtype.itemsize == 2
-    _forward8_kernel[(programs,)](
-        matrix(q.values, 64, width),
-        matrix(k.values, config.tile_n, width),
+    _forward_8bit_kernel[(programs,)](
+        matrix_descriptor(q.values, 64, width),
+        matrix_descriptor(k.values, config.tile_n, width),
         descriptor(x.v, config.tile_n, width_v)
         if v is None
-        else matrix(v.values, width_v, config.tile_n),
+        else matrix_descriptor(v.values, width_v, config.tile_n),
         descriptor(out, 64, part) if staged else out,
         lse,
         lse if x.sinks is None else x.sinks,
@@ -84,12 +87,12 @@ def attend(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor
         problem.head_dim_v,
         problem.seqlen_q,
         tiles_m,
-        _section(problem, planes),
+        _l2_group(problem, num_head_tiles),
         num_tiles,
         q.count,
         k.count,
         problem.batch,
-        scales(problem)[0],
+        softmax_scales(problem)[0],
         WIDTH=part,
         PACKED=problem.packed,
         HAS_LEFT=left is not None,
@@ -102,6 +105,7 @@ def attend(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor
     )
 
 
-def _section(problem: Problem, planes: int) -> int:
+def _l2_group(problem: Problem, num_head_tiles: int) -> int:
+    """Heads computed together: see tensors.l2_group_size."""
     per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    return section_of(planes, per_head // problem.group_size, L2_FORWARD)
+    return l2_group_size(num_head_tiles, per_head // problem.group_size, L2_FORWARD)
