@@ -1,5 +1,5 @@
 """PTX that unpacks two 16-bit words, four 8-bit numbers, into fp16: $0 has the even ones of $2, $1
-the odd ones. See kernels/triton/eight.py.
+the odd ones. See kernels/triton/kv8.py.
 """
 
 E4M3 = """{

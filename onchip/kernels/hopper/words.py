@@ -1,5 +1,5 @@
 """8-bit keys and values as words of two neighbours, which become fp16 in registers: even and odd
-elements of head_dim are multiplied apart. Why: kernels/triton/eight.py.
+elements of head_dim are multiplied apart. Why: kernels/triton/kv8.py.
 """
 
 from triton.experimental import gluon

@@ -26,7 +26,7 @@ from onchip.kernels.configs import (
 )
 from onchip.kernels.handles import Handle
 from onchip.kernels.protocol import Result, Stats, empty_result, scale_strides
-from onchip.kernels.triton.eight import (
+from onchip.kernels.triton.kv8 import (
     Scales,
     as_words,
     fold_words,

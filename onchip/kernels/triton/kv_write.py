@@ -9,7 +9,7 @@ from torch import Tensor
 from onchip.kernels.configs import COPY_ELEMENTS, TRITON_STREAMED
 from onchip.kernels.handles import Handle, on_device
 from onchip.kernels.protocol import scale_strides
-from onchip.kernels.triton.eight import quantised, scale_of
+from onchip.kernels.triton.kv8 import quantised, scale_of
 from onchip.kernels.triton.launch import launch_options, packed
 
 

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from onchip.kernels.configs import TRITON_GATE, TRITON_NORM, TRITON_PLACE, TritonConfig
 from onchip.kernels.handles import Handle, on_device
 from onchip.kernels.protocol import scale_strides
-from onchip.kernels.triton.eight import quantised, scale_of
+from onchip.kernels.triton.kv8 import quantised, scale_of
 from onchip.kernels.triton.launch import dependent_options
 from onchip.kernels.triton.tile import rounded
 from onchip.problem import device_info

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onchip.kernels.configs import TRITON_ROTATE, TRITON_SUMS, TRITON_TRANSPOSE
 from onchip.kernels.handles import Handle
-from onchip.kernels.triton.eight import quantised, scale_of
+from onchip.kernels.triton.kv8 import quantised, scale_of
 from onchip.kernels.triton.launch import launch_options, padded
 from onchip.kernels.triton.tile import LOG2E, clamped, dot
 from onchip.problem import Problem, Tensors
