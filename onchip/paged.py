@@ -90,8 +90,8 @@ def lowered(q: Tensor, k_pages: Tensor) -> Tensor:
     exact = torch.float64 in (q.dtype, k_pages.dtype)
     if exact or not is_autocast(q):
         return q
-    eight = k_pages.dtype in eightbit.LARGEST
-    return q.to(torch.get_autocast_dtype(q.device.type) if eight else k_pages.dtype)
+    is_kv8 = k_pages.dtype in eightbit.LARGEST
+    return q.to(torch.get_autocast_dtype(q.device.type) if is_kv8 else k_pages.dtype)
 
 
 def _check_queries(x: Tensors, max_seqlen_q: int | None) -> tuple[int, int]:
@@ -130,10 +130,10 @@ def _check_pages(x: Tensors, batch: int) -> None:
 def _check_dtypes(x: Tensors) -> None:
     """Pages in the dtype of q, or of 8 bits with scales."""
     scales = {"k_scales": x.k_scales, "v_scales": x.v_scales}
-    eight = [t.dtype in eightbit.LARGEST for t in (x.k, x.v)]
-    if not any(eight) and all(t is None for t in scales.values()):
+    is_kv8 = [t.dtype in eightbit.LARGEST for t in (x.k, x.v)]
+    if not any(is_kv8) and all(t is None for t in scales.values()):
         return check_agreement(*x[:3])
-    if not all(eight) or x.k.dtype != x.v.dtype:
+    if not all(is_kv8) or x.k.dtype != x.v.dtype:
         formats = " or ".join(map(str, eightbit.LARGEST))
         raise ValueError(
             f"k_scales and v_scales belong to pages that are both {formats}, got k_pages"

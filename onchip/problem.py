@@ -23,9 +23,9 @@ from onchip.masks.later import Later
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Of what the two products of the forward are made: q, k and v as they come, or a recipe of
-# onchip/quant/recipes.py (NARROW); "auto": FP8 where a GPU gains by it.
-NARROW = ("fp8", "int8", "int8_pv16")
-PRECISIONS = (None, *NARROW, "auto")
+# onchip/quant/recipes.py (LOW_PRECISIONS); "auto": FP8 where a GPU gains by it.
+LOW_PRECISIONS = ("fp8", "int8", "int8_pv16")
+PRECISIONS = (None, *LOW_PRECISIONS, "auto")
 Window = tuple[int | None, int | None]
 
 

@@ -18,7 +18,7 @@ def on_grid(x: Tensor, form: torch.dtype) -> Tensor:
     return y
 
 
-def eight(
+def quantise_pages(
     k_pages: Tensor, v_pages: Tensor, form: torch.dtype
 ) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
     """The same pages quantised, and their scales: NaN where pages hold NaN."""

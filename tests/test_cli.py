@@ -68,9 +68,9 @@ print([x for x in ("torch", "rich", "matplotlib") if x in sys.modules])
 def test_the_names_of_options_are_those_of_the_package():
     """The parser has copies, for it does not import torch."""
     from onchip.eightbit import FORMATS
-    from onchip.problem import NARROW
+    from onchip.problem import LOW_PRECISIONS
 
-    assert tuple(FORMATS) == cli.KV_DTYPES and tuple(NARROW) == cli.PRECISIONS
+    assert tuple(FORMATS) == cli.KV_DTYPES and tuple(LOW_PRECISIONS) == cli.PRECISIONS
 
 
 def test_functions_are_imported_at_their_first_use():

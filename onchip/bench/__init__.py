@@ -32,16 +32,16 @@ BENCHES = {
 REPORTS = ("memory", "ring", "serving", "paper", "roofline", "train", "accuracy")
 SIMULATED = ("ring",)
 CACHES = ("paged", "serving")  # of 8 bits, if asked to
-NARROW = {"forward": "forward8"}  # modules for operands of 8 bits, if asked to
+QUANTISED = {"forward": "forward8"}  # modules for operands of 8 bits, if asked to
 
 
 def load(name: str, precision: str | None = None) -> ModuleType:
     """The module of a benchmark; ValueError names those that exist."""
     if name not in BENCHES:
         raise ValueError(f"there is no benchmark {name!r}; choose from: {', '.join(BENCHES)}")
-    if precision is not None and name not in NARROW:
-        raise ValueError(f"{name} has no precisions; --precision is for: {', '.join(NARROW)}")
-    name = NARROW[name] if precision else name
+    if precision is not None and name not in QUANTISED:
+        raise ValueError(f"{name} has no precisions; --precision is for: {', '.join(QUANTISED)}")
+    name = QUANTISED[name] if precision else name
     return import_module(f"onchip.bench.{name}")
 
 

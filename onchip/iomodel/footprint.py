@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from onchip.iomodel.hardware import Hardware
 from onchip.kernels.configs import (
-    HOPPER_DECODE_EIGHT_REGISTERS,
-    HOPPER_DECODE_EIGHT_STAGES,
+    HOPPER_DECODE_KV8_REGISTERS,
+    HOPPER_DECODE_KV8_STAGES,
     HOPPER_DECODE_STAGES,
     HOPPER_DECODE_STAGES_DENSE,
     HOPPER_UNROUNDED_WIDTH,
@@ -95,15 +95,15 @@ def _threads(
     return 128 * (consumers + 1), config.entry_regs, roles
 
 
-def hopper_decode(width: int, page_size: int = 0, eight: bool = False) -> Footprint:
+def hopper_decode(width: int, page_size: int = 0, kv8: bool = False) -> Footprint:
     """Few queries, of this sequence and of the next: tiles of 64 keys in flight, and the states of
-    four warps that are merged. eight: pages are of 8 bits.
+    four warps that are merged. kv8: pages are of 8 bits.
     """
     stages = (HOPPER_DECODE_STAGES if page_size else HOPPER_DECODE_STAGES_DENSE)[width]
-    stages = HOPPER_DECODE_EIGHT_STAGES if eight else stages
-    tiles = stages * 64 * width * (1 if eight else 2)
+    stages = HOPPER_DECODE_KV8_STAGES if kv8 else stages
+    tiles = stages * 64 * width * (1 if kv8 else 2)
     buffers = {"k": tiles, "v": tiles}
-    if eight:
+    if kv8:
         buffers["scales"] = FP32 * 2 * stages * 64
     buffers["q"] = 2 * 2 * 16 * width
     buffers["exchange"] = FP32 * 4 * 16 * (width + 2)
@@ -111,7 +111,7 @@ def hopper_decode(width: int, page_size: int = 0, eight: bool = False) -> Footpr
         parts = 64 // min(64, page_size)
         buffers["page ids"] = 4 * LOOKUPS * (parts + 1)  # and the sequence that each tile is of
         buffers["lengths"] = 4 * 32  # of sequences; larger batches have 256 or 2,048
-    registers = HOPPER_DECODE_EIGHT_REGISTERS if eight else 255
+    registers = HOPPER_DECODE_KV8_REGISTERS if kv8 else 255
     return Footprint(buffers, 2 * stages + 1, 160, registers)
 
 

@@ -85,7 +85,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
     q = q if problem.softmax_scale > 0 else q * _sign(problem)
     if _is_whole(problem, x):
         out, lse = _call_forward(problem, _heads_first(q, k, v), problem.causal, None)
-        out, lse = _narrow(out.transpose(1, 2), problem.head_dim_v), lse.contiguous()
+        out, lse = _cut_columns(out.transpose(1, 2), problem.head_dim_v), lse.contiguous()
     else:
         out, lse = empty_result(problem._replace(out_dtype=compute), x)
         for plane in planes(problem, x):
@@ -110,7 +110,7 @@ def _forward_plane(
         mask, blind = _float_mask(plane.visibility, call, accumulator_dtype(q.dtype))
         tile = q[:, :, rows], gather_k(call), gather_v(call)
         o, row_lse = _call_forward(problem, tile, call.is_causal, mask)
-        out[:, rows] = _narrow(o.transpose(1, 2), problem.head_dim_v)
+        out[:, rows] = _cut_columns(o.transpose(1, 2), problem.head_dim_v)
         lse[:, :, rows] = row_lse if blind is None else row_lse.masked_fill(blind, -torch.inf)
 
 
@@ -183,7 +183,8 @@ def backward(
         grads[0] = grads[0] * sign
     dims = (problem.head_dim, problem.head_dim, problem.head_dim_v)
     dq, dk, dv = (
-        _narrow(g, d).to(grad_dtype(problem)).contiguous() for g, d in zip(grads, dims, strict=True)
+        _cut_columns(g, d).to(grad_dtype(problem)).contiguous()
+        for g, d in zip(grads, dims, strict=True)
     )
     dsinks = None
     if x.sinks is not None:
@@ -362,7 +363,7 @@ def _operand(t: Tensor, dtype: torch.dtype, width: int) -> Tensor:
     return t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))
 
 
-def _narrow(t: Tensor, width: int) -> Tensor:
+def _cut_columns(t: Tensor, width: int) -> Tensor:
     return t if t.shape[-1] == width else t[..., :width]
 
 

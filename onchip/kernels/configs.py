@@ -178,11 +178,11 @@ TRITON_CHUNK = {
 # decode: as many bytes a tile as above, so twice the keys; with fewer a row is loaded 4 bytes at a
 # time. chunk: a warpgroup product takes keys from shared memory, where the unpacked ones would have
 # to go first: with 64 rows that spills 5 % of the loop, with 32 there are other products.
-TRITON_EIGHT = _triton_rows(
+TRITON_KV8 = _triton_rows(
     decode=(_T(0, 256, 4, 3), _T(0, 128, 4, 3), _T(0, 64, 8, 2)),
     chunk=(_T(32, 128, 4, 3), _T(32, 128, 4, 3), _T(32, 64, 8, 3)),
 )
-TRITON_EIGHT_REGISTERS = 168  # of 210 at head_dim 128: three programs on a processor, not two
+TRITON_KV8_REGISTERS = 168  # of 210 at head_dim 128: three programs on a processor, not two
 DECODE_ROWS = 64  # queries x heads of a group; more have work enough for the plain forward
 # Keys a query, from which on so few queries are split over programs. Not tuned (2026-11-15): what
 # decodes or verifies lies far above, what trains (as many keys as queries) below.
@@ -239,14 +239,14 @@ def _decode_row(
 ) -> TritonConfig:
     table = TRITON_CHUNK if kernel == "chunk" else TRITON_DECODE
     kind = "chunk" if kernel == "chunk" else "decode"
-    row = TRITON_EIGHT[kind, key[1]] if key[0] == 1 else table[key]
+    row = TRITON_KV8[kind, key[1]] if key[0] == 1 else table[key]
     roomy = capability is not None and capability[0] in (9, 10)
     if kernel == "short" and roomy and key in TRITON_SHORT:
         return TRITON_SHORT[key]
     if kernel == "paged" and roomy:
         return row._replace(num_stages=TRITON_PAGED_STAGES)
     if kernel == "paged_full" and roomy and key[1] == 128 and key[0] < 4:
-        registers = TRITON_EIGHT_REGISTERS if key[0] == 1 else TRITON_FULL_REGISTERS
+        registers = TRITON_KV8_REGISTERS if key[0] == 1 else TRITON_FULL_REGISTERS
         return row._replace(max_registers=registers)
     return row if roomy else row._replace(num_stages=min(row.num_stages, 3))
 
@@ -341,24 +341,24 @@ HOPPER_FORWARD_PAGED = {
 # Operands of 8 bits, by the larger padded head_dim: tiles of the 128 keys that share a scale. Of
 # 256 columns of values, 128 at a time are summed. H200, 8k tokens, 2026-11-16: turns 1.04, 1.03 and
 # 1.09x, tickets one by one 1.01 to 1.02x; two consumers without turns 0.76x at 64, 0.82x at 128.
-HOPPER_EIGHT = {
+HOPPER_FP8 = {
     64: HopperConfig(128, 3, 4, q_stages=2, pingpong=True, dynamic=True, **_THREE),
     128: HopperConfig(128, 3, 4, q_stages=2, pingpong=True, dynamic=True, **_THREE),
     256: HopperConfig(128, 2, 2, pingpong=True, dynamic=True),
 }
 # Keys that a query sees, on average, from which on a whole call gains by FP8: 8k of them without a
 # mask 1.03 to 1.18x, 16k causal tokens 0.99 to 1.13x, half as many 0.9 to 0.97x.
-HOPPER_EIGHT_KEYS = 8192
+HOPPER_FP8_KEYS = 8192
 # Integers have a scale for each key of a tile, 32 registers of a thread: two consumers.
 _INTS = HopperConfig(128, 2, 4, q_stages=2, pingpong=True, dynamic=True)
 HOPPER_INT8 = {64: _INTS, 128: _INTS, 256: HopperConfig(128, 2, 2)}
 HOPPER_INT8_PV16 = {64: _INTS, 128: _INTS._replace(num_stages=2)}
 
 
-def hopper_eight_config(precision: str | None, width: int) -> HopperConfig:
+def hopper_quantised_config(precision: str | None, width: int) -> HopperConfig:
     """By a precision that is not None."""
     tables: dict[str | None, dict[int, HopperConfig]]
-    tables = {"fp8": HOPPER_EIGHT, "int8": HOPPER_INT8, "int8_pv16": HOPPER_INT8_PV16}
+    tables = {"fp8": HOPPER_FP8, "int8": HOPPER_INT8, "int8_pv16": HOPPER_INT8_PV16}
     return tables[precision][width]
 
 
@@ -432,13 +432,13 @@ HOPPER_DECODE_STAGES_DENSE = {64: 6, 128: 2, 256: 2}
 HOPPER_DECODE_KEYS = 256  # fewer are not worth a program and its share of the merge
 HOPPER_DECODE_ROWS = 16  # queries x heads of a group: one tensor-core product
 # 8-bit pages, head_dim 80 to 128: unpacking takes more warps than one program has.
-HOPPER_DECODE_EIGHT_STAGES, HOPPER_DECODE_EIGHT_PROGRAMS, HOPPER_DECODE_EIGHT_REGISTERS = 3, 2, 128
+HOPPER_DECODE_KV8_STAGES, HOPPER_DECODE_KV8_PROGRAMS, HOPPER_DECODE_KV8_REGISTERS = 3, 2, 128
 HOPPER_DECODE_BATCH = 2048  # more go to triton: their lengths would not fit beside the tiles
 
 
 def hopper_decode_programs(problem: Problem) -> int:
     """Programs of few queries that a processor runs beside each other."""
-    return 1 if problem.page_dtype is None else HOPPER_DECODE_EIGHT_PROGRAMS
+    return 1 if problem.page_dtype is None else HOPPER_DECODE_KV8_PROGRAMS
 
 
 class HopperBackwardConfig(NamedTuple):

@@ -18,10 +18,10 @@ from onchip.kernels.protocol import (
     row_delta,
 )
 from onchip.kernels.scores import Rectangle, Scorer, grouped_matmul
-from onchip.problem import NARROW, DeviceInfo, Problem, Tensors
+from onchip.problem import LOW_PRECISIONS, DeviceInfo, Problem, Tensors
 from onchip.quant import recipes
 
-PRECISIONS = (None, *NARROW)
+PRECISIONS = (None, *LOW_PRECISIONS)
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:

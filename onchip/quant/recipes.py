@@ -259,8 +259,8 @@ def _key_tiles(recipe: Recipe, sees: Visibility, q0: int, q1: int) -> Iterator[t
 
 
 def _scores(recipe: Recipe, q: Tensor, k: Tensor) -> Tensor:
-    narrow = recipe.q is not None and recipe.k is not None
-    short = narrow and _is_fp8(recipe.q.format) and _is_fp8(recipe.k.format)
+    are_quantised = recipe.q is not None and recipe.k is not None
+    short = are_quantised and _is_fp8(recipe.q.format) and _is_fp8(recipe.k.format)
     zero = q.new_zeros(*q.shape[:-1], k.shape[-2])
     return add_product(zero, q, k.mT, recipe.accumulator if short else None)
 

@@ -26,7 +26,7 @@ def every_hopper_row():
             yield footprint.hopper_forward(config, dim, dim, page_size=16)
     for dim in configs.HOPPER_DECODE_STAGES:
         yield footprint.hopper_decode(dim, 16)
-    yield footprint.hopper_decode(128, 16, eight=True)
+    yield footprint.hopper_decode(128, 16, kv8=True)
     for dim, config in configs.HOPPER_BACKWARD.items():
         yield footprint.hopper_backward(config, dim)
     for dim, config in configs.HOPPER_GRADIENT.items():
@@ -43,11 +43,11 @@ def test_every_row_of_the_tables_fits_a_hopper_processor(row):
 
 def test_programs_over_pages_of_8_bits_fit_beside_each_other():
     """Also where they count 2,048 sequences. A warp has the registers of a warpgroup of its own."""
-    row = footprint.hopper_decode(128, 16, eight=True)
+    row = footprint.hopper_decode(128, 16, kv8=True)
     row.buffers["lengths"] = 4 * configs.HOPPER_DECODE_BATCH
     row.buffers["handed over, and queries on their way"] = HANDED_OVER + 2 * 16 * 64
     each = replace(row, threads=256)
-    assert each.programs(H200) == configs.HOPPER_DECODE_EIGHT_PROGRAMS == 2
+    assert each.programs(H200) == configs.HOPPER_DECODE_KV8_PROGRAMS == 2
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

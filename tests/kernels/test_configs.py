@@ -19,21 +19,21 @@ from onchip.kernels.configs import (
     paper_v2_tiles,
 )
 
-WIDE, NARROW = 3, 2  # consumers of a tile at head_dim 64
+THREE, TWO = 3, 2  # consumers of a tile at head_dim 64
 
 
 @pytest.mark.parametrize(
     ("options", "seqlen", "consumers"),
     [
-        ({}, 4096, WIDE),
-        ({"causal": True}, 1024, NARROW),
-        ({"causal": True}, 1025, WIDE),
-        ({"window_size": (300, 200)}, 4096, NARROW),
-        ({"window_size": (832, 0)}, 4096, NARROW),  # a tile of 192 queries meets 1024 keys
-        ({"window_size": (833, 0)}, 4096, WIDE),
-        ({"window_size": (500, None), "causal": True}, 4096, NARROW),
-        ({"window_size": (500, None)}, 4096, WIDE),
-        ({"window_size": (None, 10)}, 4096, WIDE),
+        ({}, 4096, THREE),
+        ({"causal": True}, 1024, TWO),
+        ({"causal": True}, 1025, THREE),
+        ({"window_size": (300, 200)}, 4096, TWO),
+        ({"window_size": (832, 0)}, 4096, TWO),  # a tile of 192 queries meets 1024 keys
+        ({"window_size": (833, 0)}, 4096, THREE),
+        ({"window_size": (500, None), "causal": True}, 4096, TWO),
+        ({"window_size": (500, None)}, 4096, THREE),
+        ({"window_size": (None, 10)}, 4096, THREE),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ import onchip.testing as ot
 from onchip import dispatch, paged
 from onchip.kernels import pages
 from onchip.problem import DeviceInfo, Options, Tensors
-from tests.eightbit import FORMS, eight, on_grid
+from tests.eightbit import FORMS, on_grid, quantise_pages
 
 LENGTHS = [63, 1, 799, 16, 0, 111, 17, 2, 64, 300, 0, 33]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -70,7 +70,7 @@ def test_pages_of_8_bits_keep_the_rule_of_the_queries(seqlen_q, dtype, form, opt
     packed, _ = case(seqlen_q=seqlen_q, dtype=dtype)
     packed = packed._replace(k=on_grid(packed.k, form), v=on_grid(packed.v, form))
     *laid, table, seqlens = ot.make_pages(packed.k, packed.v, packed.cu_seqlens_k, 16)
-    laid, scales = eight(*laid, form)
+    laid, scales = quantise_pages(*laid, form)
     q = packed.q.unflatten(0, (-1, seqlen_q))
     options = {"causal": True} | options
     out, lse = onchip.paged_attention(

@@ -67,7 +67,7 @@ def test_fp8_is_better_than_without_rotation_and_blocks(outliers):
     assert outliers["fp8"] <= 0.6 * outliers["fp8_tensor"]
 
 
-NARROW = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 OURS = pytest.mark.parametrize("recipe", [FP8, INT8, INT8_PV16], ids=lambda r: r.name)
 
 
@@ -75,7 +75,7 @@ def relative(got, want):
     return rmse(got, want) / want.square().mean().sqrt().item()
 
 
-@NARROW
+@EVERY_RECIPE
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_change_nothing_about_the_error(recipe, options):
     """On N(0, 1) with scores of that size: 3 bits behind the leading one in q, k, v and p are 2.6 %
@@ -104,7 +104,7 @@ def test_a_packed_sequence_is_itself_alone(recipe, options):
     assert torch.allclose(lse, torch.cat([s[0] for _, s in alone], -1), atol=1e-5)
 
 
-@NARROW
+@EVERY_RECIPE
 def test_rows_that_see_nothing(recipe):
     q, k, v = make_qkv(1, 200, 63, num_heads=2)
     out, lse = attend(recipe, q, k, v, causal=True)
@@ -262,7 +262,7 @@ def test_recipes_that_make_no_sense():
 
 
 @pytest.mark.gpu
-@NARROW
+@EVERY_RECIPE
 def test_the_same_on_a_gpu(recipe):
     x = make_qkv(2, 200, num_heads=4, num_kv_heads=2, distribution="outlier")
     out, lse = attend(recipe, *(t.cuda() for t in x), causal=True)

@@ -378,12 +378,12 @@ def produce_pages(k_desc, v_desc, boxes, pages, scales, lengths, mine, started, 
 @aggregate
 class Fragments:
     """Layouts, with a leading dimension of warps: S of products, A and B of their operands, W of
-    the states of all warps in every thread. C, without one, of copies. EIGHT: keys and values are
+    the states of all warps in every thread. C, without one, of copies. KV8: keys and values are
     words of two 8-bit numbers, E4M3 or integers.
     """
 
     D: gl.constexpr
-    EIGHT: gl.constexpr
+    KV8: gl.constexpr
     E4M3: gl.constexpr
     S: gl.constexpr
     A: gl.constexpr
@@ -392,10 +392,10 @@ class Fragments:
     W: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, D, EIGHT, E4M3):
+    def __init__(self, D, KV8, E4M3):
         S = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
         self.D = gl.constexpr(D)
-        self.EIGHT = gl.constexpr(EIGHT)
+        self.KV8 = gl.constexpr(KV8)
         self.E4M3 = gl.constexpr(E4M3)
         self.S = gl.constexpr(S)
         self.A = gl.constexpr(gl.DotOperandLayout(0, S, 2))
@@ -457,7 +457,7 @@ class Queries:
         """Those of the t-th sequence, for every warp, once they are there."""
         f = self.f
         slot = self.slots.index(t % 2)
-        if f.EIGHT:
+        if f.KV8:
             even, odd, short = halves(slot.load(f.C))
             short = gl.convert_layout(short, f.line(f.S, 1))[None, :, None]
             return Halves(self._spread(even), self._spread(odd), short)
@@ -507,7 +507,7 @@ def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, GROUP: gl.const
     boxes.wait_full(i)
     zero = gl.zeros([WARPS, ROWS, KEYS], gl.float32, f.S)
     k = boxes.keys(i).permute((0, 2, 1)).load(f.B)
-    if f.EIGHT:
+    if f.KV8:
         v = boxes.values(i).load(f.B)
         k_scales, v_scales = boxes.scales(i, gl.SliceLayout(1, f.S))
         boxes.release(i)
@@ -527,14 +527,14 @@ def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, GROUP: gl.const
         cut = cut | (n * TILE_N < seqlen - 1 - lengths.left)
     if cut:
         s, v = hide(lengths, s, v, n, seqlen, GROUP, f)
-        if f.EIGHT:
+        if f.KV8:
             v_scales = hide_scales(lengths, v_scales, n, seqlen, f)
     m_new = gl.maximum(m, gl.max(s, 2) * scale.scale_log2)
     pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * scale.scale_log2 - pivot[:, :, None])
     alpha = gl.exp2(m - pivot)
     l = l * alpha + gl.sum(p, 2)
-    if f.EIGHT:
+    if f.KV8:
         acc = add_words(acc, alpha, p, v, v_scales, f)
     else:
         acc = mma_v2(gl.convert_layout(p.to(q.dtype), f.A), v, acc * alpha[:, :, None])
@@ -630,7 +630,7 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
             gdc_launch_dependents()
         m = gl.full([WARPS, ROWS], float("-inf"), gl.float32, gl.SliceLayout(2, f.S))
         l = gl.zeros([WARPS, ROWS], gl.float32, gl.SliceLayout(2, f.S))
-        if f.EIGHT:
+        if f.KV8:
             acc = (gl.zeros([WARPS, ROWS, f.D // 2], gl.float32, f.S),) * 2
         else:
             acc = gl.zeros([WARPS, ROWS, f.D], gl.float32, f.S)
@@ -641,7 +641,7 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
                                   out.GROUP, f)  # fmt: skip
             i += 1
         count -= stop - tile
-        if f.EIGHT:
+        if f.KV8:
             m, l, acc = exchange.merged(m, l, in_order(acc[0], acc[1]), f)
         else:
             m, l, acc = exchange.merged(m, l, acc, f)
@@ -691,7 +691,7 @@ def differ(numbers, lookups):
 
 @gluon.jit
 def settle(k_desc, v_desc, boxes, lengths, pages, mine, kv_head, number, most, least,
-           BATCH: gl.constexpr, EIGHT: gl.constexpr):  # fmt: skip
+           BATCH: gl.constexpr, KV8: gl.constexpr):  # fmt: skip
     """(the range of a program, how many of its fillings are started) after the wait for the call
     before, which has seldom changed the lengths and page ids that were kept before it: keys come
     while that is checked. If it has, nothing that was started counts. Scales are for the producer
@@ -699,7 +699,7 @@ def settle(k_desc, v_desc, boxes, lengths, pages, mine, kv_head, number, most, l
     """
     seqlens, first = lengths.ask(BATCH), pages.first(lengths, mine)
     started = mine.count * 0
-    if not EIGHT:
+    if not KV8:
         started = start(k_desc, v_desc, boxes, pages, lengths, mine, kv_head)
     if differ(seqlens, lengths.known) | differ(first, pages.ids):
         boxes.restart(started)
@@ -760,19 +760,19 @@ def decode_kernel(
     if FIRST:  # all that was before this call is there, which is all that the next one reads
         gdc_launch_dependents()
     started = 0
-    EIGHT: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
+    KV8: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
     if PAGE_SIZE:
         mine, started = settle(k_desc, v_desc, boxes, lengths, pages, mine, kv_head, number, most,
-                               least, BATCH, EIGHT)  # fmt: skip
+                               least, BATCH, KV8)  # fmt: skip
         # What is handed to the producer lies where all warps have just read whether lengths differ,
         # and the compiler lets none of them wait for the others: some would settle anew, for ever.
         meet()
     scale = Scale(scale_log2, inner, SOFTCAP)
     queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, q_slots, GROUP,
-                      Fragments(D, EIGHT, k_desc.dtype == gl.float8e4nv))  # fmt: skip
+                      Fragments(D, KV8, k_desc.dtype == gl.float8e4nv))  # fmt: skip
     head = kv_head.to(gl.int64)
     scales = Scales(k_scales_ptr + head * stride_ksh, v_scales_ptr + head * stride_vsh,
-                    stride_ksp, stride_kss, stride_vsp, stride_vss, EIGHT)  # fmt: skip
+                    stride_ksp, stride_kss, stride_vsp, stride_vss, KV8)  # fmt: skip
     gl.warp_specialize([
         (consume, (queries, out, boxes, exchange, lengths, scale, mine)),
         (produce, (k_desc, v_desc, boxes, pages, scales, lengths, mine, started, kv_head)),

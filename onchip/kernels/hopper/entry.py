@@ -5,18 +5,18 @@ from onchip.kernels.configs import (
     FEW_KEYS,
     HOPPER_DECODE_BATCH,
     HOPPER_DECODE_ROWS,
-    HOPPER_EIGHT_KEYS,
     HOPPER_FEW,
+    HOPPER_FP8_KEYS,
     HOPPER_PAGE_SIZES,
     HOPPER_PAGED_ROWS,
     HOPPER_TILE_ROWS,
 )
 from onchip.kernels.handles import on_device
 from onchip.kernels.protocol import lacks
-from onchip.problem import NARROW, DeviceInfo, Problem
+from onchip.problem import LOW_PRECISIONS, DeviceInfo, Problem
 
 READS_PAGES = True
-PRECISIONS = (None, *NARROW)
+PRECISIONS = (None, *LOW_PRECISIONS)
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -27,8 +27,8 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     if problem.dtype.itemsize != 2:
         return f"takes bfloat16 and float16, not {problem.dtype}"
     if problem.precision is not None:
-        return _supports_narrow(problem)
-    if problem.page_dtype is not None and not _decodes_eight(problem):
+        return _supports_low_precision(problem)
+    if problem.page_dtype is not None and not _decodes_kv8(problem):
         return "reads 8-bit pages for few queries alone, of head_dim 80, 96, 112 or 128"
     if problem.head_dim % 8 or problem.head_dim_v % 8 or not problem.aligned:
         apart = ", and pages whole slots apart" if problem.page_size else ""
@@ -39,7 +39,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     return _missing(problem)
 
 
-def _supports_narrow(problem: Problem) -> str | None:
+def _supports_low_precision(problem: Problem) -> str | None:
     """Operands of 8 bits are made of tensors in any layout: out alone is stored by TMA."""
     if problem.head_dim_v % 8:
         return f"TMA needs 16-byte aligned rows of out, not of head_dim_v={problem.head_dim_v}"
@@ -58,7 +58,7 @@ def narrow_pays(problem: Problem) -> bool:
     """
     keys = problem.seqlen_k - (problem.seqlen_q // 2 if problem.causal else 0)
     left, _ = problem.window_size
-    return (keys if left is None else min(keys, left)) >= HOPPER_EIGHT_KEYS
+    return (keys if left is None else min(keys, left)) >= HOPPER_FP8_KEYS
 
 
 def splits_keys(problem: Problem) -> bool:
@@ -72,7 +72,7 @@ def splits_keys(problem: Problem) -> bool:
     return not special and alike and many and rows <= HOPPER_DECODE_ROWS
 
 
-def _decodes_eight(problem: Problem) -> bool:
+def _decodes_kv8(problem: Problem) -> bool:
     """Whether the kernel of few queries serves 8-bit pages: of one width alone, whose rows TMA
     copies.
     """

@@ -65,15 +65,15 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
     cut = _cut(problem, config)
     staged, second = hopper_stages_out(problem), is_second(problem)
     programs = cut.num_tiles if second else min(cut.num_tiles, num_sms(x.q.device))
-    anything = lse  # stands for pointers that the compiled variant does not read
-    lists, list_strides = _mask_arguments(x.mask, strips, anything)
+    unused_ptr = lse  # stands for pointers that the compiled variant does not read
+    lists, list_strides = _mask_arguments(x.mask, strips, unused_ptr)
     _forward_kernel[(programs,)](
         *_descriptors(problem, x, cut),
         grouped(out, 64, cut.group, hopper_width(problem.head_dim_v)) if staged else out,
         lse,
-        anything if x.sinks is None else x.sinks,
-        anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
-        anything if x.cu_seqlens_k is None else x.cu_seqlens_k,
+        unused_ptr if x.sinks is None else x.sinks,
+        unused_ptr if x.cu_seqlens_q is None else x.cu_seqlens_q,
+        unused_ptr if x.cu_seqlens_k is None else x.cu_seqlens_k,
         counter(lse.device) if cut.dynamic and cut.num_tiles > programs else lse.view(torch.int32),
         *lists,
         problem.seqlen_q,
@@ -91,7 +91,7 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
         cut.section,
         cut.num_tiles,
         *scales(problem),
-        *_page_arguments(x, anything),
+        *_page_arguments(x, unused_ptr),
         problem.batch,
         **_variant(problem, cut),
         HAS_SINKS=x.sinks is not None,
@@ -113,13 +113,13 @@ def _walk(problem: Problem, mask: BlockMask | None) -> tuple[HopperConfig, Strip
     return config, strips
 
 
-def _mask_arguments(mask: BlockMask | None, strips: Strips | None, anything: Tensor) -> tuple:
+def _mask_arguments(mask: BlockMask | None, strips: Strips | None, unused_ptr: Tensor) -> tuple:
     """(pointers, strides) of a mask: its lists of block rows, or those of its strips."""
     if mask is None or strips is None:
         rows, tiles = (None, None) if mask is None else (mask.rows, mask.tiles)
-        lists, strides = mask_arguments(rows, tiles, anything)
-        return (*lists, anything, anything), strides
-    pointers = (*[anything] * 5, mask.tiles, strips.heads, strips.entries)
+        lists, strides = mask_arguments(rows, tiles, unused_ptr)
+        return (*lists, unused_ptr, unused_ptr), strides
+    pointers = (*[unused_ptr] * 5, mask.tiles, strips.heads, strips.entries)
     return pointers, plane_strides(strips.heads)
 
 
@@ -207,11 +207,11 @@ def _keys(problem: Problem, t: Tensor, tile_n: int, width: int) -> Descriptor:
     return descriptor(t, tile_n, width)
 
 
-def _page_arguments(x: Tensors, anything: Tensor) -> tuple:
+def _page_arguments(x: Tensors, unused_ptr: Tensor) -> tuple:
     """The page table as the kernel takes it."""
     table, seqlens = x.page_table, x.cache_seqlens
     if table is None or seqlens is None:
-        return anything, anything, 0, 0, 0, 0, 0
+        return unused_ptr, unused_ptr, 0, 0, 0, 0, 0
     table = with_rows(table)
     sizes = table.stride(0), table.shape[1], x.k.shape[0], span(x.k), span(x.v)
     return table, seqlens.contiguous(), *sizes

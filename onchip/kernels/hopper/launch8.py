@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.kernels.configs import hopper_eight_config, hopper_width
+from onchip.kernels.configs import hopper_quantised_config, hopper_width
 from onchip.kernels.counters import counter
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.forward8 import forward8_kernel
@@ -51,7 +51,7 @@ def attend(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor
     left, right = problem.reach
     width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
     part = min(width_v, PART)
-    config = hopper_eight_config(problem.precision, max(width, width_v))
+    config = hopper_quantised_config(problem.precision, max(width, width_v))
     planes = problem.batch * problem.num_heads
     tiles_m = -(-problem.seqlen_q // (64 * config.consumers))
     num_tiles = tiles_m * planes

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from onchip.kernels.configs import (
-    HOPPER_DECODE_EIGHT_REGISTERS,
-    HOPPER_DECODE_EIGHT_STAGES,
     HOPPER_DECODE_KEYS,
+    HOPPER_DECODE_KV8_REGISTERS,
+    HOPPER_DECODE_KV8_STAGES,
     HOPPER_DECODE_STAGES,
     HOPPER_DECODE_STAGES_DENSE,
     hopper_decode_programs,
@@ -47,18 +47,18 @@ def decode(problem: Problem, x: Tensors) -> Result:
     programs = problem.beside.programs if is_first else all_programs
     most = max(1, programs // problem.num_kv_heads)
     num_slots = (most + problem.batch) * problem.num_kv_heads
-    anything = lse  # stands for pointers that the compiled variant does not read
+    unused_ptr = lse  # stands for pointers that the compiled variant does not read
     part = min(TILE_N.value, problem.page_size or TILE_N.value)
     scale, inner = scales(problem)
     _decode_kernel[(most * problem.num_kv_heads,)](
         x.q,
         descriptor(x.k, part, width),
         descriptor(x.v, part, width),
-        anything if x.page_table is None else with_rows(x.page_table),
-        anything if x.cache_seqlens is None else x.cache_seqlens.contiguous(),
-        anything if x.sinks is None else x.sinks,
-        anything if x.k_scales is None else x.k_scales,
-        anything if x.v_scales is None else x.v_scales,
+        unused_ptr if x.page_table is None else with_rows(x.page_table),
+        unused_ptr if x.cache_seqlens is None else x.cache_seqlens.contiguous(),
+        unused_ptr if x.sinks is None else x.sinks,
+        unused_ptr if x.k_scales is None else x.k_scales,
+        unused_ptr if x.v_scales is None else x.v_scales,
         out,
         lse,
         _scratch(problem, num_slots, width, lse),
@@ -111,14 +111,14 @@ def _bucket(batch: int) -> int:
 
 
 @cache
-def _constants(width: int, paged: bool, eight: bool) -> dict:
+def _constants(width: int, paged: bool, kv8: bool) -> dict:
     stages = (HOPPER_DECODE_STAGES if paged else HOPPER_DECODE_STAGES_DENSE)[width]
     constants = {
         "D": width,
-        "STAGES": HOPPER_DECODE_EIGHT_STAGES if eight else stages,
+        "STAGES": HOPPER_DECODE_KV8_STAGES if kv8 else stages,
         "PRODUCER_REGS": 40,
         "num_warps": 4,
         "launch_pdl": True,
         "enable_fp_fusion": True,
     }
-    return constants | ({"maxnreg": HOPPER_DECODE_EIGHT_REGISTERS} if eight else {})
+    return constants | ({"maxnreg": HOPPER_DECODE_KV8_REGISTERS} if kv8 else {})

@@ -391,14 +391,14 @@ def make_boxes(k_desc, v_desc, num_stages: gl.constexpr, tile_n: gl.constexpr, w
     """Tiles of tile_n keys, in boxes as k_desc and v_desc load them."""
     ROWS: gl.constexpr = k_desc.block_shape[-2]
     PARTS: gl.constexpr = tile_n // ROWS
-    EIGHT: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
-    ARRIVALS: gl.constexpr = 1 + 32 if EIGHT else 1  # all lanes of the producer, and its copies
-    COLUMNS: gl.constexpr = k_desc.block_shape[-1] // 2 if EIGHT else k_desc.block_shape[-1]
+    KV8: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
+    ARRIVALS: gl.constexpr = 1 + 32 if KV8 else 1  # all lanes of the producer, and its copies
+    COLUMNS: gl.constexpr = k_desc.block_shape[-1] // 2 if KV8 else k_desc.block_shape[-1]
     shape: gl.constexpr = [num_stages * PARTS] + k_desc.block_shape
     k = gl.allocate_shared_memory(k_desc.dtype, shape, k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, shape, v_desc.layout)
     k_scales, v_scales = k, v  # stand for what nobody reads
-    if EIGHT:
+    if KV8:
         k_scales = gl.allocate_shared_memory(gl.float32, [num_stages * PARTS, ROWS], _PLAIN)
         v_scales = gl.allocate_shared_memory(gl.float32, [num_stages * PARTS, ROWS], _PLAIN)
     full, empty, warm = _open(num_stages, ARRIVALS), _open(num_stages, 1), _open(1, 1).index(0)

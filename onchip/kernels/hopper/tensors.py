@@ -30,14 +30,14 @@ L2_FORWARD, L2_BACKWARD = 16 << 20, 32 << 20
 
 
 def mask_arguments(
-    lists: BlockLists | None, tiles: Tensor | None, anything: Tensor
+    lists: BlockLists | None, tiles: Tensor | None, unused_ptr: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
     """(pointers, strides) of a block mask as kernels take them: its lists and bit tiles, how far
     the lists of the next batch entry and of the next head are, 0 if they are shared. Without a mask
-    `anything` stands for what is not read.
+    `unused_ptr` replaces pointers that the kernel does not read.
     """
     if lists is None or tiles is None:
-        return (anything,) * 6, (0, 0)
+        return (unused_ptr,) * 6, (0, 0)
     return (*lists, tiles), plane_strides(lists.full_offsets)
 
 

@@ -268,18 +268,18 @@ def decode_kernel(
     score = Score(scale_log2, softcap, slope, None, None, None, Places(None, None, None))
     scale = scale_log2 if LINEAR else 1.0
 
-    EIGHT: tl.constexpr = k_scales_ptr is not None
-    if EIGHT:
+    KV8: tl.constexpr = k_scales_ptr is not None
+    if KV8:
         k_ptr, v_ptr = as_words(k_ptr), as_words(v_ptr)
     entry_k = 0 if PAGE_SIZE > 0 else at.entry
     q_ptr = matrix(q_ptr, at.entry, at.start_q, 0, stride_qb, stride_qs, stride_qh, ALIGN)
     k_ptr = matrix(k_ptr, entry_k, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
     v_ptr = matrix(v_ptr, entry_k, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
     at_q = (i.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh) * ALIGN
-    WIDTH: tl.constexpr = PAD_DIM_V // 2 if EIGHT else PAD_DIM_V
+    WIDTH: tl.constexpr = PAD_DIM_V // 2 if KV8 else PAD_DIM_V
     state = empty_state(TILE_M, WIDTH)
     k_scales, v_scales = Scales(None, None, None), Scales(None, None, None)
-    if EIGHT:
+    if KV8:
         q = load_halves(q_ptr, at_q, rows.exist, HEAD_DIM, PAD_DIM)
         acc_odd = state.acc
         head = tl.cast(kv, tl.int64)
@@ -309,7 +309,7 @@ def decode_kernel(
             at_v = offsets_of(
                 page, n, keys, stride_vb * ALIGN, stride_vs * ALIGN, PAGE_SIZE, TILE_N
             )
-        if EIGHT:
+        if KV8:
             slot = slot_of(n, keys, PAGE_SIZE, TILE_N)
             k = load_rows_at(k_ptr, at_k, inside, HEAD_DIM // 2, PAD_DIM // 2)
             v = load_rows_at(v_ptr, at_v, inside, HEAD_DIM_V // 2, PAD_DIM_V // 2)
@@ -327,14 +327,14 @@ def decode_kernel(
         if tree_ptr is not None:
             seen = seen & tree_visible(tree, at, i[:, None], j[None, :])
         s = tl.where(seen, s, float("-inf"))
-        if EIGHT:
+        if KV8:
             state, acc_odd = fold_words(
                 state, acc_odd, s, v, v_scale, scale, q.even.dtype, stats_ptr is not None,
                 E4M3, PTX,
             )  # fmt: skip
         else:
             state = fold_tile(state, s, v, None, scale, stats_ptr is not None)
-    if EIGHT:
+    if KV8:
         state = whole(state, acc_odd)
 
     if parts_ptr is not None and unit.count > 1:

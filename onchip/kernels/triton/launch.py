@@ -41,9 +41,9 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, x: Tensors) -> "Call":
-        q, k, v = _narrow(x.q), _narrow(x.k), _narrow(x.v)
+        q, k, v = _with_short_rows(x.q), _with_short_rows(x.k), _with_short_rows(x.v)
         if problem.page_dtype is not None:
-            k, v = (_eight_bits(t, device_info(q.device).capability) for t in (k, v))
+            k, v = (_as_kv8(t, device_info(q.device).capability) for t in (k, v))
         cu_q, cu_k, slopes = (packed(t) for t in (x.cu_seqlens_q, x.cu_seqlens_k, x.alibi_slopes))
         bias = x.bias if x.bias is None or x.bias.stride(3) == 1 else x.bias.contiguous()
         align, strides = _aligned((*_strides(q), *_strides(k), *_strides(v)), k.element_size())
@@ -86,11 +86,11 @@ def packed(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.is_contiguous() else t.contiguous()
 
 
-def _narrow(t: Tensor) -> Tensor:
+def _with_short_rows(t: Tensor) -> Tensor:
     return t if t.stride(-3) < WIDE else t.contiguous()
 
 
-def _eight_bits(t: Tensor, capability: tuple[int, int] | None) -> Tensor:
+def _as_kv8(t: Tensor, capability: tuple[int, int] | None) -> Tensor:
     """8-bit pages, a row of which is a row of 16-bit words: the kernel takes them for such. Only
     where Triton has no e4m3 they are a view, which keeps a call from being replayed.
     """

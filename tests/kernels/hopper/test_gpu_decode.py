@@ -181,7 +181,7 @@ def test_a_thousand_repeats_and_no_state_left_between_calls():
         assert all(map(torch.equal, got, expected))
 
 
-def as_eight(pages, form):
+def quantise_pages(pages, form):
     """The same pages of 8 bits, if there is a form, and their scales."""
     if form is None:
         return pages, {}
@@ -192,7 +192,7 @@ def as_eight(pages, form):
 @pytest.mark.parametrize("form", [None, *FORMS])
 def test_graphs_replay_with_other_lengths_and_reused_scratch_memory(form):
     q, _, pages = paged(1, [3000, 5000, 117, 900])
-    pages, scales = as_eight(pages, form)
+    pages, scales = quantise_pages(pages, form)
     call = lambda: onchip.paged_attention(q, *pages, return_lse=True, kernel="hopper", **scales)
     call()
     graph = torch.cuda.CUDAGraph()
@@ -217,7 +217,7 @@ def test_lengths_and_pages_written_while_the_call_begins(changed, form):
     write = late_writer()
     q, _, pages = paged(1, [9000, 0, 3000, 64, 700, 5])
     double = pages._replace(k_pages=2 * pages.k_pages, v_pages=2 * pages.v_pages)
-    both = [as_eight(p, form) for p in (pages, double)]
+    both = [quantise_pages(p, form) for p in (pages, double)]
     k, v = (torch.cat([p[x] for p, _ in both]) for x in (0, 1))
     scales = {name: torch.cat([s[name] for _, s in both]) for name in both[0][1]}
     other = {"lengths": [17, 0, 2999, 0, 699, 5], "pages": len(pages.k_pages)}
@@ -276,7 +276,7 @@ def test_a_window_does_not_read_the_pages_it_has_left_behind():
 @pytest.mark.parametrize("form", [None, *FORMS])
 def test_bad_tables_and_lengths_give_wrong_rows_not_a_wild_access(form):
     q, _, pages = paged(1, [300, 200, 100])
-    pages, scales = as_eight(pages, form)
+    pages, scales = quantise_pages(pages, form)
     table = torch.full_like(pages.page_table, 10**9)
     table[1] = -(10**9)
     seqlens = torch.tensor([10**9, -5, 100], dtype=torch.int32, device="cuda")

@@ -18,7 +18,7 @@ from onchip import masks, paged
 from onchip.iomodel import footprint
 from onchip.kernels.configs import TritonConfig
 from onchip.problem import DeviceInfo, Options, Tensors, describe
-from tests.eightbit import eight
+from tests.eightbit import quantise_pages
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -62,7 +62,7 @@ def _call(monkeypatch, arch, dtype, sizes, options, lengths=None, backward=True)
     if page_size:
         x = _in_pages(x, page_size)
         if form is not None:
-            (k, v), scales = eight(x.k, x.v, form)
+            (k, v), scales = quantise_pages(x.k, x.v, form)
             x = x._replace(k=k, v=v, **scales)
         problem = paged.describe(x, Options(**scalars))
     else:

@@ -16,7 +16,7 @@ from onchip.iomodel.hardware import H200
 from onchip.iomodel.prefixes import Costs, Occupancy
 from onchip.kernels.configs import TritonConfig
 from onchip.problem import Problem
-from tests.eightbit import FORMS, eight, on_grid
+from tests.eightbit import FORMS, on_grid, quantise_pages
 from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
 
 pytest.importorskip("triton")
@@ -69,7 +69,7 @@ def judge(seqlens_q, seqlens_k, page_size, sizes, dtype, options, form=None) -> 
         packed = packed._replace(k=on_grid(packed.k, form), v=on_grid(packed.v, form))
     pages = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, page_size)
     if form is not None:
-        (k_pages, v_pages), scales = eight(*pages[:2], form)
+        (k_pages, v_pages), scales = quantise_pages(*pages[:2], form)
         pages, call = pages._replace(k_pages=k_pages, v_pages=v_pages), call | scales
 
     def attention(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
@@ -107,13 +107,13 @@ def test_decode_verify_and_chunks_in_one_call(case, deterministic):
     judge(*sizes, {**options, "deterministic": deterministic})
 
 
-EIGHT = [(case, FORMS[i % 2]) for i, case in enumerate(MIXED)]
-QUICK = [EIGHT[i] for i in (0, 4, 5, 7, 8, 10, 12)]  # interpreted, a case takes seconds
-EIGHT = [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in EIGHT]
+KV8 = [(case, FORMS[i % 2]) for i, case in enumerate(MIXED)]
+QUICK = [KV8[i] for i in (0, 4, 5, 7, 8, 10, 12)]  # interpreted, a case takes seconds
+KV8 = [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in KV8]
 
 
 @here
-@pytest.mark.parametrize(("case", "form"), EIGHT)
+@pytest.mark.parametrize(("case", "form"), KV8)
 def test_pages_of_8_bits_keep_the_rule_of_the_queries(case, form):
     *sizes, options = case
     judge(*sizes, options, form)
@@ -156,7 +156,7 @@ def test_scales_far_from_one_another_and_queries_far_from_one(form):
     q, k, v = q.to(BF16), k * size / size.max(), v * size
     cu = torch.tensor([0, 90], dtype=torch.int32)
     *pages, table, seqlens = ot.make_pages(k[0], v[0], cu, 16)
-    (k8, v8), scales = eight(*pages, form)
+    (k8, v8), scales = quantise_pages(*pages, form)
     call = {"return_lse": True, "softmax_scale": 1e-4, "out_dtype": FP32}
     out, lse = onchip.paged_attention(q, k8, v8, table, seqlens, **scales, kernel="triton", **call)
     wide = (dequantise(t, s, torch.float64) for t, s in zip((k8, v8), scales.values(), strict=True))
@@ -172,7 +172,7 @@ def test_scales_far_from_one_another_and_queries_far_from_one(form):
 @here
 def test_an_odd_head_dim_of_8_bits_is_left_to_others():
     _, packed, pages = paged(2, 1, [20, 5], 4, heads(2) | {"head_dim": 15})
-    (k, v), scales = eight(*pages[:2], FORMS[0])
+    (k, v), scales = quantise_pages(*pages[:2], FORMS[0])
     q = packed.q[:, None]
     with pytest.raises(onchip.UnsupportedError, match="by words of two elements, not head_dim 15"):
         onchip.paged_attention(q, k, v, *pages[2:], **scales, kernel="triton")

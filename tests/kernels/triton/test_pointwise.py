@@ -186,8 +186,8 @@ def test_pages_of_8_bits_get_the_same_heads_quantised(kernels, dtype, sizes, for
     values = torch.zeros(pool.shape, dtype=form, device=DEVICE)
     scales = randn(2, 12, num_kv_heads, page_size).transpose(2, 3)
     before = scales.clone()
-    eight = values[0, :9], values[1, :9], scales[0, :9], scales[1, :9]
-    assert torch.equal(kernels.place(qkv, *rest, eight, slots), q)
+    kv8 = values[0, :9], values[1, :9], scales[0, :9], scales[1, :9]
+    assert torch.equal(kernels.place(qkv, *rest, kv8, slots), q)
     written = torch.zeros(12 * page_size, dtype=torch.bool)
     written[slots[(slots >= 0) & (slots < 9 * page_size)].long().cpu()] = True
     written = written.view(12, page_size).to(DEVICE)
