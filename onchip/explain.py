@@ -399,7 +399,7 @@ def _splits(
     """What kernels/triton/splits.py will do on the device with these lengths."""
     decode, launch = (import_module(f"onchip.kernels.triton.{n}") for n in ("decode", "launch"))
     hardware = on or decode.machine(x.q.device)
-    config = decode.config_of(problem, launch.Call.of(problem, x), hardware.processors)
+    config = decode.choose_config(problem, launch.LaunchArgs.of(problem, x), hardware.processors)
     launched = decode.plan_launch(problem, x.q.shape[-3], config, hardware)
     cut = lambda f: [f(problem, *pair, config) for pair in lengths]
     tiles_q, tiles = cut(_tiles_q), cut(_tiles)

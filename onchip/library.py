@@ -30,7 +30,7 @@ from onchip.dispatch import kernel_module, plan
 from onchip.flops import backward_flops, forward_flops, tell_counters
 from onchip.kernels import protocol
 from onchip.kernels.protocol import Grads, Result, Stats, accumulator_dtype, empty_result
-from onchip.kernels.tapes import MAX_TAPES, replayed
+from onchip.kernels.tapes import MAX_RECORDINGS, replay_or_run
 from onchip.masks import later
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.later import Later, LaterRule, is_number
@@ -94,7 +94,7 @@ def _unrounded(question: Question) -> Question:
         return found
     problem = question.problem
     wide = problem._replace(out_dtype=accumulator_dtype(problem.dtype))
-    return Question(wide) if known is None else kept(known, key, Question(wide, {}), MAX_TAPES)
+    return Question(wide) if known is None else kept(known, key, Question(wide, {}), MAX_RECORDINGS)
 
 
 def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -465,7 +465,7 @@ def run(question: Question, x: Tensors, kernel: str | None) -> Result:
     """
     check_values(question.problem, x)
     paged.check_values(question.problem, x)
-    return replayed(_compute, question, x, kernel)
+    return replay_or_run(_compute, question, x, kernel)
 
 
 def merging(
@@ -520,7 +520,7 @@ def run_backward(
     dlse: Tensor | None,
 ) -> Grads:
     """Its gradients; out and lse as kernels/protocol.py has them."""
-    return replayed(_compute_backward, question, x, kernel, out, lse, dout.contiguous(), dlse)
+    return replay_or_run(_compute_backward, question, x, kernel, out, lse, dout.contiguous(), dlse)
 
 
 def _compute_backward(

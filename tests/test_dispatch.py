@@ -64,7 +64,7 @@ def test_few_queries_over_pages_of_8_bits_go_to_hopper(page_dtype):
     assert plan(asked, H200).kernel == plan(asked._replace(batch=2048), H200).kernel == "hopper"
     assert plan(asked, DeviceInfo("cuda", "A100", (8, 0))).kernel == "triton"
     odd = plan(asked._replace(head_dim=63), H200)
-    assert odd.kernel == "tiled" and "words of two" in odd.reasons["triton"]
+    assert odd.kernel == "tiled" and "pairs of elements" in odd.reasons["triton"]
 
 
 @pytest.mark.parametrize("page_dtype", KV8_DTYPES)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip import machine
-from onchip.kernels.planes import Plane, planes
+from onchip.kernels.planes import HeadSlice, head_slices
 from onchip.kernels.protocol import (
     Grads,
     Result,
@@ -43,7 +43,7 @@ _LOWEST = -1e30  # below the logits of any row whose lse is 0
 _CALL_COST = 1 << 16  # a call costs 100 us beyond its cells: as many cells of one head
 
 
-class Call(NamedTuple):
+class FlashCall(NamedTuple):
     """One call of the kernel: rows [q0, q1) over the keys of `spans`."""
 
     q0: int
@@ -88,26 +88,26 @@ def forward(problem: Problem, x: Tensors) -> Result:
         out, lse = _cut_columns(out.transpose(1, 2), problem.head_dim_v), lse.contiguous()
     else:
         out, lse = empty_result(problem._replace(out_dtype=compute), x)
-        for plane in planes(problem, x):
-            _forward_plane(problem, plane, (q, k, v), out, lse)
+        for head_slice in head_slices(problem, x):
+            _forward_head_slice(problem, head_slice, (q, k, v), out, lse)
     if x.sinks is not None:
         out, lse = _with_sinks(out, lse, x.sinks)
     return Result(out.to(problem.out_dtype).contiguous(), lse)
 
 
-def _forward_plane(
-    problem: Problem, plane: Plane, qkv: tuple[Tensor, ...], out: Tensor, lse: Tensor
+def _forward_head_slice(
+    problem: Problem, head_slice: HeadSlice, qkv: tuple[Tensor, ...], out: Tensor, lse: Tensor
 ) -> None:
-    q, k, v = _heads_first(plane.of_queries(qkv[0]), *map(plane.of_keys, qkv[1:]))
-    out, lse = plane.of_queries(out), plane.of_rows(lse)
-    calls = _calls(plane.visibility, max(1, q.shape[0] * q.shape[1]))
+    q, k, v = _heads_first(head_slice.take_queries(qkv[0]), *map(head_slice.take_keys, qkv[1:]))
+    out, lse = head_slice.take_queries(out), head_slice.take_rows(lse)
+    calls = _calls(head_slice.visibility, max(1, q.shape[0] * q.shape[1]))
     gather_k, gather_v = _Gather(k, calls), _Gather(v, calls)
     for call in calls:
         rows = slice(call.q0, call.q1)
         if not call.spans:
             out[:, rows], lse[:, :, rows] = 0.0, -torch.inf
             continue
-        mask, blind = _float_mask(plane.visibility, call, accumulator_dtype(q.dtype))
+        mask, blind = _float_mask(head_slice.visibility, call, accumulator_dtype(q.dtype))
         tile = q[:, :, rows], gather_k(call), gather_v(call)
         o, row_lse = _call_forward(problem, tile, call.is_causal, mask)
         out[:, rows] = _cut_columns(o.transpose(1, 2), problem.head_dim_v)
@@ -177,8 +177,8 @@ def backward(
         grads = _heads_first(*grads)
     else:
         grads = [torch.zeros(*t.shape[:-1], width, dtype=wide) for t in x[:3]]
-        for plane in planes(problem, x):
-            _backward_plane(problem, plane, operands, safe_lse, grads)
+        for head_slice in head_slices(problem, x):
+            _backward_head_slice(problem, head_slice, operands, safe_lse, grads)
     if sign != 1.0:
         grads[0] = grads[0] * sign
     dims = (problem.head_dim, problem.head_dim, problem.head_dim_v)
@@ -192,13 +192,19 @@ def backward(
     return Grads(dq, dk, dv, None, dsinks)
 
 
-def _backward_plane(
-    problem: Problem, plane: Plane, operands: list[Tensor], lse: Tensor, grads: list[Tensor]
+def _backward_head_slice(
+    problem: Problem,
+    head_slice: HeadSlice,
+    operands: list[Tensor],
+    lse: Tensor,
+    grads: list[Tensor],
 ) -> None:
-    q, out, dout, dq = _heads_first(*map(plane.of_queries, (operands[0], *operands[3:], grads[0])))
-    k, v, dk, dv = _heads_first(*map(plane.of_keys, (*operands[1:3], *grads[1:])))
-    lse = plane.of_rows(lse)
-    calls = _calls(plane.visibility, max(1, q.shape[0] * q.shape[1]))
+    q, out, dout, dq = _heads_first(
+        *map(head_slice.take_queries, (operands[0], *operands[3:], grads[0]))
+    )
+    k, v, dk, dv = _heads_first(*map(head_slice.take_keys, (*operands[1:3], *grads[1:])))
+    lse = head_slice.take_rows(lse)
+    calls = _calls(head_slice.visibility, max(1, q.shape[0] * q.shape[1]))
     gather_k, gather_v = _Gather(k, calls), _Gather(v, calls)
     for call in calls:
         if not call.spans:
@@ -206,7 +212,7 @@ def _backward_plane(
         rows = slice(call.q0, call.q1)
         tile = [q[:, :, rows], gather_k(call), gather_v(call)]
         tile += [out[:, :, rows], dout[:, :, rows]]
-        mask, _ = _float_mask(plane.visibility, call, lse.dtype)
+        mask, _ = _float_mask(head_slice.visibility, call, lse.dtype)
         gq, gk, gv = _call_backward(problem, tile, lse[:, :, rows], call.is_causal, mask)
         dq[:, :, rows] = gq
         _scatter_add(dk, gk, call.spans)
@@ -252,7 +258,7 @@ def _is_whole(problem: Problem, x: Tensors) -> bool:
 
 
 @lru_cache(maxsize=16)  # the backward pass asks again what the forward asked
-def _calls(rule: Visibility, heads: int) -> tuple[Call, ...]:
+def _calls(rule: Visibility, heads: int) -> tuple[FlashCall, ...]:
     """Cover the rows with calls: neighbouring blocks share one when that is cheaper than one call
     each.
     """
@@ -260,8 +266,8 @@ def _calls(rule: Visibility, heads: int) -> tuple[Call, ...]:
         return ()
     native = rule.mask is None and rule.window_size == (None, None) and rule.seqlen_k > 0
     if native and (not rule.causal or rule.seqlen_q == rule.seqlen_k):
-        return (Call(0, rule.seqlen_q, ((0, rule.seqlen_k),), rule.causal),)
-    calls: list[Call] = []
+        return (FlashCall(0, rule.seqlen_q, ((0, rule.seqlen_k),), rule.causal),)
+    calls: list[FlashCall] = []
     for q0 in range(0, rule.seqlen_q, BLOCK):
         block = _spanning(rule, q0, min(q0 + BLOCK, rule.seqlen_q))
         joined = _join(rule, calls[-1], block, heads) if calls else None
@@ -272,7 +278,7 @@ def _calls(rule: Visibility, heads: int) -> tuple[Call, ...]:
     return tuple(calls)
 
 
-def _join(rule: Visibility, above: Call, below: Call, heads: int) -> Call | None:
+def _join(rule: Visibility, above: FlashCall, below: FlashCall, heads: int) -> FlashCall | None:
     """One call for both, if it is cheaper and no row meets a block that is EMPTY to it."""
     if rule.mask is not None and above.spans != below.spans:
         return None
@@ -281,11 +287,11 @@ def _join(rule: Visibility, above: Call, below: Call, heads: int) -> Call | None
     return joined if cheaper and _cells(joined) <= _MASKED_CELLS else None
 
 
-def _spanning(rule: Visibility, q0: int, q1: int) -> Call:
+def _spanning(rule: Visibility, q0: int, q1: int) -> FlashCall:
     spans = rule.spans(q0, q1)
     if rule.mask is not None:
         spans = [_trim(rule, q0, q1, k0, k1) for k0, k1 in spans]
-    return Call(q0, q1, tuple(spans), False)
+    return FlashCall(q0, q1, tuple(spans), False)
 
 
 def _trim(rule: Visibility, q0: int, q1: int, k0: int, k1: int) -> tuple[int, int]:
@@ -302,11 +308,11 @@ def _trim(rule: Visibility, q0: int, q1: int, k0: int, k1: int) -> tuple[int, in
     return k0, k1
 
 
-def _cells(call: Call) -> int:
+def _cells(call: FlashCall) -> int:
     return call.rows * call.keys
 
 
-def _cost(call: Call, heads: int) -> float:
+def _cost(call: FlashCall, heads: int) -> float:
     """Time in cells. The kernel splits its queries by 32 below 192 rows, by 64 below 768, by 256
     from there, and is measured 1.5x and 1.2x slower per cell on the smaller splits.
     """
@@ -317,7 +323,7 @@ def _cost(call: Call, heads: int) -> float:
 
 
 def _float_mask(
-    rule: Visibility, call: Call, dtype: torch.dtype
+    rule: Visibility, call: FlashCall, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """(0 / -inf mask of the call's rectangle, rows that see nothing), None where there are none of
     either.
@@ -373,17 +379,17 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 
 
 class _Gather:
-    """k or v of a plane, whose spans are laid side by side: one span is a view, whole blocks are
-    copied at once, always into the same memory (fresh pages cost a third of the copy).
+    """k or v of a head slice, whose spans are laid side by side: one span is a view, whole blocks
+    are copied at once, always into the same memory (fresh pages cost a third of the copy).
     """
 
-    def __init__(self, t: Tensor, calls: tuple[Call, ...]):
+    def __init__(self, t: Tensor, calls: tuple[FlashCall, ...]):
         self.t = t
         self.blocks = t[:, :, : t.shape[2] // BLOCK * BLOCK].unflatten(2, (-1, BLOCK))
         keys = max((call.keys for call in calls if len(call.spans) > 1), default=0)
         self.scratch = t.new_empty(t.shape[0] * t.shape[1] * keys * t.shape[3])
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: FlashCall) -> Tensor:
         """Valid until the next call."""
         if len(call.spans) == 1:
             ((k0, k1),) = call.spans

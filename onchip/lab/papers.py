@@ -12,7 +12,7 @@ import onchip
 from onchip import masks
 from onchip.iomodel import Chip, question, traffic
 from onchip.iomodel.hardware import TABLE, Hardware
-from onchip.kernels.papers.ledger import Step, ledger
+from onchip.kernels.papers.ledger import TileVisit, ledger
 from onchip.lab.numbers import shown
 from onchip.parallel.machines import H200, LENGTHS
 
@@ -154,7 +154,7 @@ class _Run:
     def data(self) -> dict[str, Any]:
         return {"steps": self.steps, "states": self.states, "total": self.total}
 
-    def _see(self, step: Step) -> None:
+    def _see(self, step: TileVisit) -> None:
         i, j = step.rows[0] // TILE, step.keys[0] // TILE
         self.steps.append([i, j, step.read_bytes, step.write_bytes])
         states = []

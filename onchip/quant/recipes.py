@@ -32,7 +32,7 @@ from onchip.quant.formats import E4M3, Format, cast, wide
 from onchip.quant.rotation import rotate
 from onchip.quant.schemes import Quantised, Scheme, quantise
 from onchip.quant.smoothing import lse_shift, smooth_keys
-from onchip.state import State, finalize
+from onchip.state import State, finalize, fold_tiles
 
 
 @dataclass(frozen=True)
@@ -217,45 +217,47 @@ def _attend_sequence(
 ) -> None:
     """Fill out (b, seqlen_q, heads, dim) and lse (b, heads, seqlen_q) of what lies in parts."""
     q, k, v = parts
-    sees = Visibility(q.shape[1], k.shape[1], problem.causal, problem.window_size)
+    visibility = Visibility(q.shape[1], k.shape[1], problem.causal, problem.window_size)
     q = q.unflatten(2, (k.shape[2], problem.group_size)).permute(0, 2, 3, 1, 4)
     k, v = (t.transpose(1, 2).unsqueeze(2) for t in (k, v))  # (b, kv_heads, 1, seqlen_k, dim)
-    for q0 in range(0, sees.seqlen_q, recipe.tile_m):
-        q1 = min(q0 + recipe.tile_m, sees.seqlen_q)
+    for q0 in range(0, visibility.seqlen_q, recipe.tile_m):
+        q1 = min(q0 + recipe.tile_m, visibility.seqlen_q)
         q_tile = q[..., q0:q1, :] * problem.softmax_scale
-        out, lse = finalize(_fold_row_tile(recipe, sees, q_tile, k, v, q0))
+        out, lse = finalize(_fold_row_tile(recipe, visibility, q_tile, k, v, q0))
         results[0][:, q0:q1] = out.flatten(1, 2).transpose(1, 2)
         results[1][..., q0:q1] = lse.flatten(1, 2)
 
 
 def _fold_row_tile(
-    recipe: Recipe, sees: Visibility, q: Tensor, k: Tensor, v: Tensor, q0: int
+    recipe: Recipe, visibility: Visibility, q: Tensor, k: Tensor, v: Tensor, q0: int
 ) -> State:
-    """The state of one tile of queries, scaled by softmax_scale, over all keys that it sees."""
+    """The state of one tile of queries, scaled by softmax_scale, over all keys that it sees. l sums
+    p before the cast, as the kernel does in registers.
+    """
     q1 = q0 + q.shape[-2]
-    m = q.new_full(q.shape[:-1], -inf)
-    l, acc = torch.zeros_like(m), q.new_zeros(*q.shape[:-1], v.shape[-1])
-    for k0, k1 in _key_tiles(recipe, sees, q0, q1):
-        s = _scores(recipe, q, k[..., k0:k1, :])
-        seen = sees.tile(q0, q1, k0, k1, q.device)
-        s = s if seen is None else s.masked_fill(~seen, -inf)
-        m_new = torch.maximum(m, s.amax(-1))
-        pivot = m_new.masked_fill(m_new == -inf, 0.0)  # rows that have seen nothing yet
-        alpha = torch.exp(m - pivot)
-        p = torch.exp(s - pivot[..., None])
-        l = l * alpha + p.sum(-1)  # of p before the cast, as it is in registers
-        acc = _add_values(recipe, acc * alpha[..., None], p, v[..., k0:k1, :])
-        m = m_new
-    return State(m, l, acc if recipe.p is None else acc / recipe.p_scale)
+
+    def score(tile: tuple[int, int]) -> Tensor:
+        s = _scores(recipe, q, k[..., slice(*tile), :])
+        visible = visibility.tile(q0, q1, *tile, q.device)
+        return s if visible is None else s.masked_fill(~visible, -inf)
+
+    def add_values(acc: Tensor, p: Tensor, tile: tuple[int, int]) -> Tensor:
+        return _add_values(recipe, acc, p, v[..., slice(*tile), :])
+
+    tiles = _key_tiles(recipe, visibility, q0, q1)
+    state, _ = fold_tiles(q, v.shape[-1], tiles, score, add_values)
+    return state if recipe.p is None else state._replace(acc=state.acc / recipe.p_scale)
 
 
-def _key_tiles(recipe: Recipe, sees: Visibility, q0: int, q1: int) -> Iterator[tuple[int, int]]:
-    """Tiles, counted from the first key, that hold a key which some query of [q0, q1) sees."""
+def _key_tiles(
+    recipe: Recipe, visibility: Visibility, q0: int, q1: int
+) -> Iterator[tuple[int, int]]:
+    """Tiles, counted from the first key, that hold a key that some query of [q0, q1) sees."""
     step = recipe.tile_n
-    for lo, hi in sees.spans(q0, q1):
+    for lo, hi in visibility.spans(q0, q1):
         starts = range(lo // step * step, hi, step)
         for k0 in reversed(starts) if recipe.backwards else starts:
-            yield k0, min(k0 + step, sees.seqlen_k)
+            yield k0, min(k0 + step, visibility.seqlen_k)
 
 
 def _scores(recipe: Recipe, q: Tensor, k: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def test_a_stream_has_one_counter(now):
     other = draw()
     assert draw() is other and other.data_ptr() != first.data_ptr()
     now.stream = 0
-    assert draw() is first and counters.is_slot(first) and counters.is_slot(other)
+    assert draw() is first and counters.is_pooled(first) and counters.is_pooled(other)
     assert now.waits == 1  # until the zeros of all streams are there
 
 
@@ -33,31 +33,31 @@ def test_a_captured_launch_has_its_own(now):
     captured = [draw() for _ in range(5)]
     now.capturing = False
     assert draw() is eager
-    assert all(map(counters.is_slot, captured))
+    assert all(map(counters.is_pooled, captured))
     assert len({t.data_ptr() for t in (eager, *captured)}) == 6
 
 
 def test_nothing_is_prepared_while_a_stream_is_captured(now):
     now.capturing = True
-    assert not counters.is_slot(draw()) and not now.waits
+    assert not counters.is_pooled(draw()) and not now.waits
     now.capturing = False
-    assert counters.is_slot(draw())
+    assert counters.is_pooled(draw())
 
 
 def test_where_none_is_left_they_are_made_and_cleared(now, monkeypatch):
     monkeypatch.setattr(counters, "SLOTS", 3)
     first, now.capturing = draw(), True
-    assert [counters.is_slot(draw()) for _ in range(4)] == [True, True, False, False]
+    assert [counters.is_pooled(draw()) for _ in range(4)] == [True, True, False, False]
     now.capturing = False
     assert draw() is first
     now.stream = 1
     made = draw()
-    assert not counters.is_slot(made) and draw() is not made
+    assert not counters.is_pooled(made) and draw() is not made
 
 
 def test_a_handle_of_many_streams_has_none(now):
     now.stream = 2  # cudaStreamPerThread
-    assert not counters.is_slot(draw())
+    assert not counters.is_pooled(draw())
 
 
 def test_threads_of_a_stream_share_its_counter(now):
@@ -67,4 +67,4 @@ def test_threads_of_a_stream_share_its_counter(now):
 
 
 def test_a_device_without_streams_has_none():
-    assert not counters.is_slot(draw())
+    assert not counters.is_pooled(draw())

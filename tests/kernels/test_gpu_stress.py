@@ -14,7 +14,7 @@ from torch import Tensor
 import onchip
 import onchip.testing as ot
 from onchip import kernels
-from onchip.kernels.handles import Handle
+from onchip.kernels.handles import CachedLauncher
 from tests.kernels.gpu import each_kernel
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -252,7 +252,7 @@ def forget_variants() -> None:
     for function in jit_functions().values():
         function.device_caches.clear()
     for _, handle in members():
-        if isinstance(handle, Handle):
+        if isinstance(handle, CachedLauncher):
             handle._families.clear()
 
 

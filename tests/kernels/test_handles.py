@@ -13,7 +13,7 @@ import torch
 
 import onchip
 import onchip.testing as ot
-from onchip.kernels.handles import MAX_FAMILIES, MAX_VARIANTS, Handle
+from onchip.kernels.handles import MAX_SIGNATURES, MAX_VARIANTS, CachedLauncher
 from tests.kernels.gpu import each_kernel
 
 GRID = (7,)
@@ -62,9 +62,9 @@ PLAIN = (POINTER, None, 8, 100, 0.5, 64)
 def launched(*calls, compiles=True):
     """The kernel after these launches, each (positional arguments, constants)."""
     kernel = Kernel(kernel_of, compiles)
-    handle = Handle(kernel)
+    launcher = CachedLauncher(kernel)
     for args, constants in calls:
-        handle[GRID](*args, **constants)
+        launcher[GRID](*args, **constants)
     return kernel
 
 
@@ -148,8 +148,8 @@ def test_of_tensors_nothing_is_kept():
     tensor, described = POINTER.clone(), Described(Layout())
     gone = [weakref.ref(each) for each in (tensor, described, described.base)]
     layout = weakref.ref(described.layout)
-    handle = Handle(Kernel(kernel_of))
-    handle[GRID](tensor, described, *PLAIN[2:], CAUSAL=True)
+    launcher = CachedLauncher(Kernel(kernel_of))
+    launcher[GRID](tensor, described, *PLAIN[2:], CAUSAL=True)
     del tensor, described
     gc.collect()
     assert all(each() is None for each in gone)
@@ -161,8 +161,8 @@ def test_old_variants_make_room_for_new_ones():
     kept for the others, layouts among it, is gone, and they are launched right when they return.
     """
     kernel, layouts = Kernel(kernel_of), []
-    handle = Handle(kernel)
-    launch = lambda heads, y: handle[GRID](POINTER, y, heads, *PLAIN[3:], CAUSAL=True)
+    launcher = CachedLauncher(kernel)
+    launch = lambda heads, y: launcher[GRID](POINTER, y, heads, *PLAIN[3:], CAUSAL=True)
     for heads in range(3 * MAX_VARIANTS):
         described = Described(Layout())
         layouts.append(weakref.ref(described.layout))
@@ -183,32 +183,34 @@ def test_old_variants_make_room_for_new_ones():
 
 def test_old_constants_make_room_for_new_ones():
     kernel = Kernel(kernel_of)
-    handle = Handle(kernel)
-    for causal in range(2 * MAX_FAMILIES):
-        handle[GRID](*PLAIN, CAUSAL=causal)
-    assert len(handle._families) == MAX_FAMILIES
-    for causal in (2 * MAX_FAMILIES - 1, 0):
-        handle[GRID](*PLAIN, CAUSAL=causal)
-    assert len(kernel.log) == 1 and len(kernel.compiled) == 2 * MAX_FAMILIES + 1
+    launcher = CachedLauncher(kernel)
+    for causal in range(2 * MAX_SIGNATURES):
+        launcher[GRID](*PLAIN, CAUSAL=causal)
+    assert len(launcher._signatures) == MAX_SIGNATURES
+    for causal in (2 * MAX_SIGNATURES - 1, 0):
+        launcher[GRID](*PLAIN, CAUSAL=causal)
+    assert len(kernel.log) == 1 and len(kernel.compiled) == 2 * MAX_SIGNATURES + 1
 
 
-def test_threads_share_a_handle_that_is_full():
+def test_threads_share_a_launcher_that_is_full():
     kernel, many = Kernel(kernel_of), 2 * MAX_VARIANTS
-    handle = Handle(kernel)
+    launcher = CachedLauncher(kernel)
     with ThreadPoolExecutor(8) as pool:
         calls = [(i * i % many, i % 3) for i in range(4000)]
-        list(pool.map(lambda c: handle[GRID](*changed(2, c[0]), CAUSAL=c[1]), calls))
+        list(pool.map(lambda c: launcher[GRID](*changed(2, c[0]), CAUSAL=c[1]), calls))
     assert len(kernel.log) + len(kernel.compiled) == 4000
     assert all(compiled.constants["CAUSAL"] == args[6] for compiled, _, args in kernel.log)
-    assert all(len(family.variants) <= MAX_VARIANTS for family in handle._families.values())
+    assert all(
+        len(signature.variants) <= MAX_VARIANTS for signature in launcher._signatures.values()
+    )
 
 
-def test_threads_share_a_handle():
+def test_threads_share_a_launcher():
     """Every launch, whoever came first, is of a kernel that was compiled for its constants."""
     kernel = Kernel(kernel_of)
-    handle = Handle(kernel)
+    launcher = CachedLauncher(kernel)
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: handle[GRID](*PLAIN, CAUSAL=i % 7), range(2000)))
+        list(pool.map(lambda i: launcher[GRID](*PLAIN, CAUSAL=i % 7), range(2000)))
     assert len(kernel.log) + len(kernel.compiled) == 2000
     assert all(compiled.constants["CAUSAL"] == args[6] for compiled, _, args in kernel.log)
     assert len(kernel.compiled) <= 7 * 8

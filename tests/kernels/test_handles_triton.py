@@ -9,7 +9,7 @@ import torch
 
 import onchip.testing as ot
 from onchip import masks
-from onchip.kernels.handles import Handle
+from onchip.kernels.handles import CachedLauncher
 from onchip.problem import Options, Tensors, describe
 
 triton = pytest.importorskip("triton")
@@ -62,7 +62,7 @@ def log(monkeypatch):
     card = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
 
-    handles = [h for m in MODULES for h in vars(m).values() if isinstance(h, Handle)]
+    handles = [h for m in MODULES for h in vars(m).values() if isinstance(h, CachedLauncher)]
     for handle in handles:
         monkeypatch.setattr(handle, "_families", {})
 

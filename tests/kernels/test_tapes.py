@@ -15,7 +15,7 @@ import torch
 import onchip
 from onchip.kernels import flat, tapes
 from onchip.kernels.counters import counter
-from onchip.kernels.handles import Handle
+from onchip.kernels.handles import CachedLauncher
 from onchip.kernels.protocol import Result, Stats
 from onchip.problem import Options, Question, Tensors, describe, forget_questions
 from onchip.testing import assert_accurate
@@ -28,7 +28,7 @@ PARAMS = [
 ]
 
 
-LAUNCHER_OF = flat.launcher_of
+LAUNCHER_OF = flat.get_c_launcher
 
 
 class Compiled:
@@ -48,9 +48,9 @@ def log(monkeypatch):
     """(grid, stream, addresses) of every flat launch."""
     found = []
     note = lambda *args: found.append((args[:3], args[3], args[4:7]))
-    launcher = flat.Launcher(note, (), False, print, {}, (), None)
+    launcher = flat.CLauncher(note, (), False, print, {}, (), None)
     knobs = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
-    monkeypatch.setattr(flat, "launcher_of", lambda compiled: launcher)
+    monkeypatch.setattr(flat, "get_c_launcher", lambda compiled: launcher)
     monkeypatch.setattr(flat, "runtime", lambda: flat.Runtime(knobs, lambda device: 5))
     monkeypatch.setattr(tapes, "is_recordable", lambda q: True)
     return found
@@ -79,13 +79,13 @@ def kernel_of(handle, extra=lambda x, out: None):
 
 @pytest.fixture
 def compute():
-    return kernel_of(Handle(Kernel()))
+    return kernel_of(CachedLauncher(Kernel()))
 
 
 def test_the_third_call_is_replayed(log, compute):
     x = tensors()
     asked = question(x)
-    results = [tapes.replayed(compute, asked, x, None) for _ in range(4)]
+    results = [tapes.replay_or_run(compute, asked, x, None) for _ in range(4)]
     assert len(log) == 2
     for (grid, stream, addresses), result in zip(log, results[2:], strict=True):
         assert grid == (3, 1, 1) and stream == 5
@@ -97,9 +97,9 @@ def test_the_third_call_is_replayed(log, compute):
 def test_recording_does_not_wake_the_compiler():
     """A dispatch mode may import torch._dynamo: seconds, for who compiles nothing."""
     code = (
-        "import sys, torch; from onchip.kernels.tapes import _Recorder\n"
-        "with _Recorder([torch.ones(1)]) as recorder: torch.empty(3)\n"
-        "assert len(recorder.made) == 1 and 'torch._dynamo' not in sys.modules"
+        "import sys, torch; from onchip.kernels.tapes import _LaunchRecorder\n"
+        "with _LaunchRecorder([torch.ones(1)]) as recorder: torch.empty(3)\n"
+        "assert len(recorder.allocated) == 1 and 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -111,14 +111,14 @@ def test_a_part_of_a_buffer_keeps_its_place(log, monkeypatch, compute):
     x = tensors()
     asked = question(x)
     for _ in range(3):
-        tapes.replayed(compute, asked, x, None)
+        tapes.replay_or_run(compute, asked, x, None)
     (rows,) = (t for t in made[-3:] if t.shape == (3, 5))
     assert log[0][2][2] == rows[2].data_ptr()
 
 
 def drawing_kernel():
     """One whose launch draws, and has the counter also in the place of what is not read."""
-    handle = Handle(Kernel())
+    handle = CachedLauncher(Kernel())
 
     def compute(problem, x, kernel):
         out, drawn = torch.empty_like(x.q), counter(x.q.device)
@@ -131,16 +131,16 @@ def drawing_kernel():
 def test_counters_are_those_of_where_a_tape_is_played(log, now):
     x, compute = tensors(), drawing_kernel()
     asked = question(x)
-    play = lambda: tapes.replayed(compute, asked, x, None)
+    replay = lambda: tapes.replay_or_run(compute, asked, x, None)
     for _ in range(3):
-        play()
+        replay()
     now.stream = 9
-    play()
+    replay()
     now.capturing = True
     for _ in range(2):
-        play()
+        replay()
     now.capturing = False
-    play()
+    replay()
     drawn = [addresses[0] for _, _, addresses in log]
     assert drawn == [addresses[2] for _, _, addresses in log]
     assert len(set(drawn[:4])) == 4 and drawn[4] == drawn[1] == counter(x.q.device).data_ptr()
@@ -150,11 +150,11 @@ def test_the_counters_of_a_device_are_no_buffer_of_the_call_that_made_them(log, 
     x, compute = tensors(), drawing_kernel()
     asked = question(x)
     now.capturing = True
-    tapes.replayed(compute, asked, x, None)
+    tapes.replay_or_run(compute, asked, x, None)
     now.capturing = False
-    tapes.replayed(compute, asked, x, None)
-    (tape,) = asked.known.values()
-    assert now.waits == 1 and len(tape.buffers) == 3
+    tapes.replay_or_run(compute, asked, x, None)
+    (recording,) = asked.known.values()
+    assert now.waits == 1 and len(recording.buffers) == 3
 
 
 KEPT = torch.zeros(8)
@@ -167,21 +167,21 @@ KEPT = torch.zeros(8)
         lambda x, out: x.q + 1,
         lambda x, out: x.q.transpose(1, 2).contiguous(),
         lambda x, out: out.sum().item(),
-        lambda x, out: Handle(Kernel())[GRID](KEPT, out, out, 7),
-        lambda x, out: Handle(Kernel())[GRID](x.q[0], out, out, 7),
+        lambda x, out: CachedLauncher(Kernel())[GRID](KEPT, out, out, 7),
+        lambda x, out: CachedLauncher(Kernel())[GRID](x.q[0], out, out, 7),
     ],
     ids=["in place", "operation", "copy", "value", "foreign tensor", "view of an input"],
 )
 def test_a_call_that_does_more_is_never_replayed(log, extra):
-    x, compute = tensors(), kernel_of(Handle(Kernel()), extra)
+    x, compute = tensors(), kernel_of(CachedLauncher(Kernel()), extra)
     asked = question(x)
     for _ in range(4):
-        tapes.replayed(compute, asked, x, None)
+        tapes.replay_or_run(compute, asked, x, None)
     assert not log
 
 
 def test_nor_is_one_that_returns_a_part_of_a_buffer(log):
-    handle = Handle(Kernel())
+    handle = CachedLauncher(Kernel())
 
     def compute(problem, x, kernel):
         out = torch.empty_like(x.q)
@@ -191,12 +191,12 @@ def test_nor_is_one_that_returns_a_part_of_a_buffer(log):
     x = tensors()
     asked = question(x)
     for _ in range(4):
-        tapes.replayed(compute, asked, x, None)
+        tapes.replay_or_run(compute, asked, x, None)
     assert not log
 
 
 def test_nor_is_one_that_returns_row_statistics(log):
-    handle = Handle(Kernel())
+    handle = CachedLauncher(Kernel())
 
     def compute(problem, x, kernel):
         out, stats = torch.empty_like(x.q), x.q.new_empty(2, 5)
@@ -206,18 +206,18 @@ def test_nor_is_one_that_returns_row_statistics(log):
     x = tensors()
     asked = question(x)
     for _ in range(4):
-        assert isinstance(tapes.replayed(compute, asked, x, None).stats, Stats)
+        assert isinstance(tapes.replay_or_run(compute, asked, x, None).stats, Stats)
     assert not log
 
 
 def test_a_kernel_that_did_not_compile_is_not_replayed(log, compute, monkeypatch):
     """The interpreter, AMD: nothing was compiled that could be launched."""
     monkeypatch.setattr(Kernel, "__getitem__", lambda self, grid: lambda *args: None)
-    monkeypatch.setattr(flat, "launcher_of", LAUNCHER_OF)
+    monkeypatch.setattr(flat, "get_c_launcher", LAUNCHER_OF)
     x = tensors()
     asked = question(x)
     for _ in range(4):
-        tapes.replayed(compute, asked, x, None)
+        tapes.replay_or_run(compute, asked, x, None)
     assert not log
 
 
@@ -227,12 +227,12 @@ def test_alignment_tells_calls_apart(log, compute):
     asked = question(x)
     shifted = x._replace(v=torch.randn(x.v.numel() + 1)[1:].view(x.v.shape))
     for _ in range(3):
-        tapes.replayed(compute, asked, x, None)
+        tapes.replay_or_run(compute, asked, x, None)
     assert len(log) == 1
     for _ in range(2):
-        tapes.replayed(compute, asked, shifted, None)
+        tapes.replay_or_run(compute, asked, shifted, None)
     assert len(log) == 1
-    tapes.replayed(compute, asked, shifted, None)
+    tapes.replay_or_run(compute, asked, shifted, None)
     assert log[-1][2][0] == shifted.v.data_ptr()
 
 
@@ -240,23 +240,23 @@ def test_kernels_by_name_are_told_apart(log, compute):
     x = tensors()
     asked = question(x)
     for kernel in ("one", "other") * 2:
-        tapes.replayed(compute, asked, x, kernel)
+        tapes.replay_or_run(compute, asked, x, kernel)
     assert not log
 
 
 def test_calls_that_came_once_do_not_keep_others_from_being_replayed(log, compute):
     x = tensors()
     asked = question(x)
-    for kernel in map(str, range(3 * tapes.MAX_TAPES)):
-        tapes.replayed(compute, asked, x, kernel)
-    assert len(asked.known) == tapes.MAX_TAPES and not log
+    for kernel in map(str, range(3 * tapes.MAX_RECORDINGS)):
+        tapes.replay_or_run(compute, asked, x, kernel)
+    assert len(asked.known) == tapes.MAX_RECORDINGS and not log
     for _ in range(3):
-        tapes.replayed(compute, asked, x, "again and again")
-    assert len(asked.known) == tapes.MAX_TAPES and len(log) == 1
+        tapes.replay_or_run(compute, asked, x, "again and again")
+    assert len(asked.known) == tapes.MAX_RECORDINGS and len(log) == 1
 
 
 def test_saved_tensors_may_come_back_in_another_layout(log):
-    handle = Handle(Kernel())
+    handle = CachedLauncher(Kernel())
 
     def compute(problem, x, kernel, out):
         handle[GRID](x.q, out, out, 7)
@@ -266,16 +266,16 @@ def test_saved_tensors_may_come_back_in_another_layout(log):
     asked = question(x)
     out, other = torch.randn(1, 8, 2, 16), torch.randn(1, 2, 8, 16).transpose(1, 2)
     for saved in (out, out, other, other):
-        tapes.replayed(compute, asked, x, None, saved)
+        tapes.replay_or_run(compute, asked, x, None, saved)
     assert not log
-    tapes.replayed(compute, asked, x, None, other)
+    tapes.replay_or_run(compute, asked, x, None, other)
     assert log[0][2][1] == other.data_ptr()
 
 
 def test_nothing_is_kept_for_a_question_that_keeps_nothing(log, compute):
     x = tensors()
     for _ in range(4):
-        tapes.replayed(compute, Question(describe(x, Options())), x, None)
+        tapes.replay_or_run(compute, Question(describe(x, Options())), x, None)
     assert not log
 
 
@@ -283,7 +283,7 @@ def test_of_tensors_nothing_is_kept(log, compute):
     x = tensors()
     asked = question(x)
     for _ in range(4):
-        result = tapes.replayed(compute, asked, x, None)
+        result = tapes.replay_or_run(compute, asked, x, None)
     gone = [weakref.ref(t) for t in (*x[:3], result.out)]
     del x, result
     gc.collect()
@@ -297,7 +297,7 @@ def test_threads_share_tapes(log, compute):
 
     def call(_):
         x = tensors()
-        out = tapes.replayed(compute, asked, x, None).out
+        out = tapes.replay_or_run(compute, asked, x, None).out
         wanted[out.data_ptr()] = (x.v.data_ptr(), out.data_ptr())
         return x, out  # alive, so that no address comes again
 
@@ -312,8 +312,8 @@ def plays(monkeypatch):
     """How often tapes were played; none is left of other tests."""
     forget_questions()
     found = []
-    play = tapes.Tape.play
-    monkeypatch.setattr(tapes.Tape, "play", lambda *args: found.append(1) or play(*args))
+    replay = tapes.Recording.replay
+    monkeypatch.setattr(tapes.Recording, "replay", lambda *args: found.append(1) or replay(*args))
     return found
 
 

@@ -1,5 +1,5 @@
-"""A replayed call launches what Triton would have launched: real calls and kernels down to the
-launcher in C, which is a stand-in. On Triton 3.6 and 3.9; others are not replayed.
+"""A replay_or_run call launches what Triton would have launched: real calls and kernels down to the
+launcher in C, which is a stand-in. On Triton 3.6 and 3.9; others are not replay_or_run.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ import onchip
 import onchip.testing as ot
 from onchip import library, problem
 from onchip.kernels import flat, tapes
-from onchip.kernels.handles import Handle
+from onchip.kernels.handles import CachedLauncher
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -89,7 +89,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(library, "check_values", lambda *_: None)
     monkeypatch.setattr(library.paged, "check_values", lambda *_: None)
     monkeypatch.setattr(tapes, "is_recordable", lambda q: True)
-    for handle in (h for m in MODULES for h in vars(m).values() if isinstance(h, Handle)):
+    for handle in (h for m in MODULES for h in vars(m).values() if isinstance(h, CachedLauncher)):
         monkeypatch.setattr(handle, "_families", {})
     flat.runtime.cache_clear()
     problem.forget_questions()
@@ -195,13 +195,13 @@ def run(fake, call, grad):
 def plays(monkeypatch):
     """The tapes that were played."""
     found = []
-    play = tapes.Tape.play
+    replay = tapes.Recording.replay
 
-    def noted(tape, *args):
-        found.append(tape)
-        return play(tape, *args)
+    def noted(recording, *args):
+        found.append(recording)
+        return replay(recording, *args)
 
-    monkeypatch.setattr(tapes.Tape, "play", noted)
+    monkeypatch.setattr(tapes.Recording, "replay", noted)
     return found
 
 

@@ -354,7 +354,7 @@ def carried(pipes, job, place, s, i, tile, bits, SUB: gl.constexpr, MASKED: gl.c
     """What of the scores is carried on to the gradients: p, or with a softcap the bent scores that
     both p and the slope of the bend follow from.
     """
-    s = job.scale.bend(s)
+    s = job.scale.apply_softcap(s)
     row = tile * job.cfg.TILE_M + SUB * 64
     if job.blocks.ON:
         cut = (bits >= 0) | (row + 64 > place.seqlen_q) | (place.col + 64 > place.seqlen_k)

@@ -518,7 +518,7 @@ def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, GROUP: gl.const
         s = mma_v2(q, k, zero)
         v = boxes.values(i).load(f.B)
         boxes.release(i)
-    s = scale.bend(s)
+    s = scale.apply_softcap(s)
     whole = seqlen
     if lengths.HAS_RIGHT:
         whole = gl.minimum(seqlen, seqlen - lengths.seqlen_q + lengths.right + 1)

@@ -152,7 +152,7 @@ def start_first(pipes, cfg, q, i, C: gl.constexpr):
 def finish_first(job, place, s, n, bits, hides, dtype: gl.constexpr):
     """(p, m, l) of the first key tile of a tile of queries, from its products."""
     shape, cfg = job.shape, job.cfg
-    s = job.scale.bend(s)
+    s = job.scale.apply_softcap(s)
     CUT: gl.constexpr = job.blocks.ON or shape.HAS_LEFT or shape.HAS_RIGHT
     if CUT or (n + 1) * cfg.TILE_N > place.seqlen_k:
         s = masked(job, place, s, n, bits, words_ahead(job, place, n, bits), hides)
@@ -188,7 +188,7 @@ def finish_tile(pipes, job, place, s_next, acc_next, alpha, m, l, i, n, bits, hi
     s_next = warpgroup_mma_wait(num_outstanding=1, deps=(s_next,))
     if cfg.PINGPONG:
         pipes.baton.pass_on(C)
-    s = job.scale.bend(s_next)
+    s = job.scale.apply_softcap(s_next)
     s = masked(job, place, s, n, bits, words, hides)
     p_wide, m, shrink = softmax(s, m, job)
     if cfg.HOLD:

@@ -372,7 +372,7 @@ def product(ring, held, filling, b, i, cfg):
 def score_gradient(pipes, job, place, walk, own, s, dp_next, i, n, bits):
     """ds of filling i, ready for its product; dp_next is the last product in flight."""
     cfg = job.cfg
-    t = masked(job, place, walk, job.scale.bend(s), n, bits)
+    t = masked(job, place, walk, job.scale.apply_softcap(s), n, bits)
     p = probabilities(pipes, job, own, t, i)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp_next,))
     pipes.b1.release(i)
@@ -430,7 +430,7 @@ def fold_values(pipes, job, place, filling, own, acc, i, g):
         pipes.b0.wait_full(i)
         s_next = product(pipes.a0, None, filling, pipes.b0.slot(i), i, cfg)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
-        s = masked(job, place, walk, job.scale.bend(s), n, bits)
+        s = masked(job, place, walk, job.scale.apply_softcap(s), n, bits)
         p = probabilities(pipes, job, own, s, i)
         pipes.b0.release(i)
         p = gl.convert_layout(p.to(pipes.b0.slots.dtype), cfg.A)
@@ -443,7 +443,7 @@ def fold_values(pipes, job, place, filling, own, acc, i, g):
             pipes.b1.wait_full(i - 1)
             acc_next = warpgroup_mma(p, pipes.b1.slot(i - 1), acc, is_async=True)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s_next,))
-            s = masked(job, place, walk, job.scale.bend(s), n, bits)
+            s = masked(job, place, walk, job.scale.apply_softcap(s), n, bits)
             p_wide = probabilities(pipes, job, own, s, i)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
             pipes.b0.release(i)

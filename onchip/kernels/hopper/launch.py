@@ -16,7 +16,7 @@ from onchip.kernels.configs import (
     hopper_width,
 )
 from onchip.kernels.counters import counter
-from onchip.kernels.handles import Handle
+from onchip.kernels.handles import CachedLauncher
 from onchip.kernels.hopper.forward import forward_kernel
 from onchip.kernels.hopper.tensors import (
     L2_FORWARD,
@@ -39,7 +39,7 @@ from onchip.masks.blockmask import BlockMask
 from onchip.masks.strips import Strips, strips_of
 from onchip.problem import Problem, Tensors
 
-_forward_kernel = Handle(forward_kernel)
+_forward_kernel = CachedLauncher(forward_kernel)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onchip.kernels.configs import hopper_quantised_config, hopper_width
 from onchip.kernels.counters import counter
-from onchip.kernels.handles import Handle
+from onchip.kernels.handles import CachedLauncher
 from onchip.kernels.hopper.forward8 import forward8_kernel
 from onchip.kernels.hopper.tensors import (
     L2_FORWARD,
@@ -25,7 +25,7 @@ from onchip.problem import Problem, Tensors
 
 PART = 128  # columns of values that are summed at once
 
-_forward8_kernel = Handle(forward8_kernel)
+_forward8_kernel = CachedLauncher(forward8_kernel)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:

@@ -25,7 +25,7 @@ from onchip.kernels.configs import (
     hopper_width,
 )
 from onchip.kernels.counters import counter
-from onchip.kernels.handles import Handle, on_device
+from onchip.kernels.handles import CachedLauncher, on_device
 from onchip.kernels.hopper.backward import backward_kernel
 from onchip.kernels.hopper.launch_gradient import key_gradient, query_gradient, value_gradient
 from onchip.kernels.hopper.tensors import (
@@ -249,9 +249,9 @@ def finish_kernel(
     tl.store(dq_ptr + places, dq.to(dq_ptr.dtype.element_ty), mask=mask)
 
 
-_prepare_kernel = Handle(prepare_kernel)
-_backward_kernel = Handle(backward_kernel)
-_finish_kernel = Handle(finish_kernel)
+_prepare_kernel = CachedLauncher(prepare_kernel)
+_backward_kernel = CachedLauncher(backward_kernel)
+_finish_kernel = CachedLauncher(finish_kernel)
 
 
 def _prepare(

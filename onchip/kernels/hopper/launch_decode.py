@@ -15,7 +15,7 @@ from onchip.kernels.configs import (
     hopper_decode_programs,
     hopper_width,
 )
-from onchip.kernels.handles import Handle
+from onchip.kernels.handles import CachedLauncher
 from onchip.kernels.hopper.decode import ALIGN, TILE_N, decode_kernel
 from onchip.kernels.hopper.tensors import (
     descriptor,
@@ -27,7 +27,7 @@ from onchip.kernels.hopper.tensors import (
 from onchip.kernels.protocol import Result, empty_result, scale_strides
 from onchip.problem import Problem, Tensors
 
-_decode_kernel = Handle(decode_kernel)
+_decode_kernel = CachedLauncher(decode_kernel)
 # Flags are this number where a state is there. What lies in uninitialised memory is not it: flags
 # are left cleared, and of the rest nobody knows it. More than 32 bits, or it would be another type.
 _NONCE = 1 << 62 | secrets.randbits(62)

@@ -13,7 +13,7 @@ from onchip.kernels.configs import (
     hopper_gradient_config,
     hopper_width,
 )
-from onchip.kernels.handles import Handle
+from onchip.kernels.handles import CachedLauncher
 from onchip.kernels.hopper.gradient import gradient_kernel
 from onchip.kernels.hopper.tensors import (
     L2_BACKWARD,
@@ -29,7 +29,7 @@ from onchip.kernels.hopper.tensors import (
 from onchip.kernels.protocol import grad_dtype
 from onchip.problem import Problem, Tensors
 
-_gradient_kernel = Handle(gradient_kernel)
+_gradient_kernel = CachedLauncher(gradient_kernel)
 # With the own rows in registers ptxas of Triton 3.9 makes every product wait for the last: the
 # compile tests see it. That of 3.6 does not; those in between are not known.
 _CAN_HOLD = triton.__version__.startswith("3.6")

@@ -27,7 +27,7 @@ class Scale:
         self.SOFTCAP = gl.constexpr(SOFTCAP)
 
     @gluon.jit
-    def bend(self, s):
+    def apply_softcap(self, s):
         """s, or tanh(s * inner) if softcap is on (its factor is inside scale_log2)."""
         if self.SOFTCAP:
             return 1.0 - 2.0 / (gl.exp2(s * self.inner) + 1.0)

@@ -11,6 +11,6 @@ Each function is the published algorithm in the published letters, for all heads
 what a ledger says is the sum over them. `onchip.iomodel.traffic` predicts ledgers without running.
 """
 
-from .ledger import Ledger, Step, ledger
+from .ledger import Ledger, TileVisit, ledger
 
-__all__ = ["Ledger", "Step", "ledger"]
+__all__ = ["Ledger", "TileVisit", "ledger"]

@@ -1,4 +1,5 @@
-"""One plane of a call, as the papers see it: arrays in HBM, tiles of rows and keys, who sees whom.
+"""One head_slice of a call, as the papers see it: arrays in HBM, tiles of rows and keys, who sees
+whom.
 
 Arrays are (batch, kv_heads, group_size, seqlen, dim). The papers have one head; query heads of a
 group each load the keys of their own, as FlashAttention-2 does, so k and v are expanded views.
@@ -10,13 +11,13 @@ import torch
 from torch import Tensor
 
 from onchip.kernels.configs import TileConfig
-from onchip.kernels.planes import Plane, planes
+from onchip.kernels.planes import HeadSlice, head_slices
 from onchip.kernels.protocol import Result, accumulator_dtype, empty_result, lacks
-from onchip.kernels.scores import Rectangle, Scorer
+from onchip.kernels.scores import Scorer, TileBounds
 from onchip.masks.blockmask import BLOCK
 from onchip.problem import DeviceInfo, Problem, Tensors
 
-from .ledger import Ledger, Step
+from .ledger import Ledger, TileVisit
 from .memory import Array, Span, Tile
 
 WORD_BYTES = 4  # of a mask's bits: 32 keys of a query
@@ -37,36 +38,36 @@ def refusal(problem: Problem, device: DeviceInfo) -> str | None:
     )
 
 
-class Call:
-    """Arrays and tiles of one plane."""
+class PaperCall:
+    """Arrays and tiles of one head slice."""
 
-    def __init__(self, problem: Problem, x: Tensors, plane: Plane, book: Ledger):
-        self.problem, self.book, self.plane = problem, book, plane
-        self.rule = plane.visibility
-        self.scorer = Scorer(problem, x, plane)
+    def __init__(self, problem: Problem, x: Tensors, head_slice: HeadSlice, book: Ledger):
+        self.problem, self.book, self.head_slice = problem, book, head_slice
+        self.rule = head_slice.visibility
+        self.scorer = Scorer(problem, x, head_slice)
         self.wide = accumulator_dtype(problem.dtype)
         self.scratch = book.scratch or self.wide
-        k, v = (plane.of_keys(t).transpose(1, 2) for t in (x.k, x.v))
+        k, v = (head_slice.take_keys(t).transpose(1, 2) for t in (x.k, x.v))
         self.kv_heads = k.shape[1]
-        self.q = self.of_queries("q", x.q)
+        self.q = self.take_queries("q", x.q)
         group = self.q.shape[2]
         shared = lambda t: t.unsqueeze(2).expand(-1, -1, group, -1, -1)
         self.k, self.v = self._array("k", shared(k)), self._array("v", shared(v))
         mask = self.rule.mask
         self._status = None if mask is None else mask.status(self.rule.b, self.rule.h)
 
-    def of_queries(self, name: str, t: Tensor) -> Array:
-        """q, out, dout or dq of this plane."""
-        return self._array(name, self._grouped(self.plane.of_queries(t).transpose(1, 2)))
+    def take_queries(self, name: str, t: Tensor) -> Array:
+        """q, out, dout or dq of this head slice."""
+        return self._array(name, self._grouped(self.head_slice.take_queries(t).transpose(1, 2)))
 
-    def of_rows(self, name: str, t: Tensor) -> Array:
+    def take_rows(self, name: str, t: Tensor) -> Array:
         """lse or another number per row, as one column."""
-        return self._array(name, self._grouped(self.plane.of_rows(t))[..., None])
+        return self._array(name, self._grouped(self.head_slice.take_rows(t))[..., None])
 
     def of_query_heads(self, name: str, t: Tensor) -> Array:
         """dk or dv as each query head has its own, (batch, seqlen_k, num_heads, dim)."""
-        at = self.plane._replace(rows=self.plane.keys)
-        return self._array(name, self._grouped(at.of_queries(t).transpose(1, 2)))
+        at = self.head_slice._replace(rows=self.head_slice.keys)
+        return self._array(name, self._grouped(at.take_queries(t).transpose(1, 2)))
 
     def new(self, name: str, columns: int, dtype: torch.dtype) -> Array:
         """An uninitialised array of one row per query."""
@@ -93,20 +94,20 @@ class Call:
             return s
         return s.select(lambda x: x.masked_fill(~visible, -torch.inf))
 
-    def dropped(self, p: Tile, rows: Span, keys: Span) -> Tile:
+    def apply_dropout(self, p: Tile, rows: Span, keys: Span) -> Tile:
         """p with dropout drawn anew from the seed: no byte of it is ever stored."""
-        at = Rectangle(*rows, *keys)
+        at = TileBounds(*rows, *keys)
         shape = p.x.shape
-        return p.select(lambda x: self.scorer.dropped(x.flatten(1, 2), at).view(shape))
+        return p.select(lambda x: self.scorer.apply_dropout(x.flatten(1, 2), at).view(shape))
 
     def tell(self, kernel: str, rows: Span, keys: Span, s: Tile, state: tuple[Tile, ...]) -> None:
-        """Call the ledger's watcher, if there is one."""
+        """PaperCall the ledger's watcher, if there is one."""
         if self.book.watch is None:
             return
         scores, m, l, acc = (x.x.flatten(1, 2) for x in (s, *state))
-        first = self.plane.first_batch, self.plane.first_head
+        first = self.head_slice.first_batch, self.head_slice.first_head
         so_far = self.book.read_bytes, self.book.write_bytes
-        self.book.watch(Step(kernel, *first, rows, keys, scores, m, l, acc, *so_far))
+        self.book.watch(TileVisit(kernel, *first, rows, keys, scores, m, l, acc, *so_far))
 
     def _array(self, name: str, t: Tensor) -> Array:
         return Array(self.book, name, t, self.wide)
@@ -128,9 +129,9 @@ class Call:
             self.book.reads["mask"] += words * WORD_BYTES * batch * heads
 
 
-def calls(problem: Problem, x: Tensors, book: Ledger) -> Iterator[Call]:
-    for plane in planes(problem, x):
-        yield Call(problem, x, plane, book)
+def calls(problem: Problem, x: Tensors, book: Ledger) -> Iterator[PaperCall]:
+    for head_slice in head_slices(problem, x):
+        yield PaperCall(problem, x, head_slice, book)
 
 
 def results(problem: Problem, x: Tensors) -> Result:

@@ -8,7 +8,7 @@ from torch import Tensor
 from onchip.kernels.protocol import Grads, accumulator_dtype, grad_dtype
 from onchip.problem import Problem, Tensors
 
-from .call import Call
+from .call import PaperCall
 from .ledger import Ledger
 from .memory import Array, Tile
 
@@ -32,9 +32,9 @@ class Gradients:
                 for t in (self.dk, self.dv)
             )
 
-    def of(self, call: Call) -> tuple[Array, Array, Array]:
+    def of(self, call: PaperCall) -> tuple[Array, Array, Array]:
         return (
-            call.of_queries("dq", self.sum_q),
+            call.take_queries("dq", self.sum_q),
             call.of_query_heads("dk", self.sum_k),
             call.of_query_heads("dv", self.sum_v),
         )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .arithmetic import Arithmetic
 
 
-class Step(NamedTuple):
+class TileVisit(NamedTuple):
     """One visit of a tile of scores, after it. rows and keys are the half-open ranges of the tile;
     m, l (batch, heads, rows, 1) and acc (batch, heads, rows, head_dim_v) are the running state of
     its rows, in v1 with acc already divided by l. They are views: copy what must outlive the call.
@@ -52,16 +52,16 @@ class Ledger:
     sram: elements of the inputs' dtype on the chip, None for the 100 KiB of an A100 as in the
     papers, math.inf for a chip that holds everything. scratch: the dtype of what is in HBM only
     between two steps (S and P of Algorithm 0, the running O and dQ), None for the accumulator's;
-    that of the inputs is what the papers count, and not accurate. watch: called after every Step.
-    tiles: (tile_m, tile_n) in place of what sram gives. arithmetic: of paper_v4, in place of the
-    one that keeps the contract.
+    that of the inputs is what the papers count, and not accurate. watch: called after every
+    TileVisit. tiles: (tile_m, tile_n) in place of what sram gives. arithmetic: of paper_v4, in
+    place of the one that keeps the contract.
     """
 
     def __init__(
         self,
         sram: float | None = None,
         scratch: torch.dtype | None = None,
-        watch: Callable[[Step], None] | None = None,
+        watch: Callable[[TileVisit], None] | None = None,
         tiles: tuple[int, int] | None = None,
         arithmetic: "Arithmetic | None" = None,
     ):

@@ -12,7 +12,7 @@ from onchip.kernels.configs import TileConfig, paper_v1_tiles
 from onchip.kernels.protocol import Grads, Result
 from onchip.problem import DeviceInfo, Problem, Tensors
 
-from .call import Call, calls, convert, meets, refusal, results
+from .call import PaperCall, calls, convert, meets, refusal, results
 from .gradients import Gradients
 from .ledger import current
 from .memory import Array, Span, Tile, accumulate
@@ -26,17 +26,17 @@ def forward(problem: Problem, x: Tensors) -> Result:
     """lse = m + log l is taken after the algorithm, which returns l and m."""
     book, found = current(), results(problem, x)
     for call in calls(problem, x, book):
-        out = call.of_queries("o", found.out)
+        out = call.take_queries("o", found.out)
         O = out if out.data.dtype == call.scratch else call.new("o", out.shape[-1], call.scratch)
         l, m = (call.new(name, 1, call.wide) for name in "lm")
         flash_attention(call, O, l, m, book.tiles_for(problem, paper_v1_tiles))
         if O is not out:
             convert(O, out)
-        call.of_rows("lse", found.lse).data.copy_(m.data + l.data.log())
+        call.take_rows("lse", found.lse).data.copy_(m.data + l.data.log())
     return found
 
 
-def flash_attention(call: Call, O: Array, l: Array, m: Array, tiles: TileConfig) -> None:
+def flash_attention(call: PaperCall, O: Array, l: Array, m: Array, tiles: TileConfig) -> None:
     """Algorithms 1 and 5. O, l and m in HBM are the running state, O divided by l."""
     O.fill(0.0), l.fill(0.0), m.fill(-torch.inf)
     rows = call.row_tiles(tiles)
@@ -49,7 +49,7 @@ def flash_attention(call: Call, O: Array, l: Array, m: Array, tiles: TileConfig)
 
 
 def visit(
-    call: Call, state: tuple[Array, Array, Array], kv: tuple[Tile, Tile], i: Span, j: Span
+    call: PaperCall, state: tuple[Array, Array, Array], kv: tuple[Tile, Tile], i: Span, j: Span
 ) -> None:
     """Lines 8 to 13 of Algorithm 1."""
     O, l, m = state
@@ -63,7 +63,7 @@ def visit(
     alpha, beta = m_i.below(m_new).exp(), m_ij.below(m_new).exp()
     l_old = alpha * l_i
     l_new = l_old + beta * l_ij
-    o_new = (l_old * o_i + beta * (call.dropped(p, i, j) @ v_j)).over(l_new)
+    o_new = (l_old * o_i + beta * (call.apply_dropout(p, i, j) @ v_j)).over(l_new)
     O.store(o_new, i), l.store(l_new, i), m.store(m_new, i)
     call.tell("paper_v1", i, j, s, (m_new, l_new, o_new))
 
@@ -77,19 +77,19 @@ def backward(
     safe = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows whose scores are -inf throughout
     for call in calls(problem, x, book):
         saved = {
-            "o": call.of_queries("o", out),
-            "do": call.of_queries("do", dout),
-            "l": call.of_rows("l", torch.ones_like(lse)),
-            "m": call.of_rows("m", safe),
+            "o": call.take_queries("o", out),
+            "do": call.take_queries("do", dout),
+            "l": call.take_rows("l", torch.ones_like(lse)),
+            "m": call.take_rows("m", safe),
         }
         if dlse is not None:
-            saved["dlse"] = call.of_rows("dlse", dlse)
+            saved["dlse"] = call.take_rows("dlse", dlse)
         flash_attention_backward(call, saved, grads.of(call), tiles)
     return grads.finished()
 
 
 def flash_attention_backward(
-    call: Call, saved: dict[str, Array], grads: tuple[Array, Array, Array], tiles: TileConfig
+    call: PaperCall, saved: dict[str, Array], grads: tuple[Array, Array, Array], tiles: TileConfig
 ) -> None:
     """Algorithm 4: dK and dV of the key tile stay on the chip, dQ goes to and fro."""
     dQ, dK, dV = (x.fill(0.0) for x in grads)
@@ -105,7 +105,7 @@ def flash_attention_backward(
 
 
 def visit_backward(
-    call: Call,
+    call: PaperCall,
     saved: dict[str, Array],
     kv: tuple[Tile, Tile],
     dkv: tuple[Tile, Tile],
@@ -120,8 +120,8 @@ def visit_backward(
     tau = call.problem.softmax_scale
     s = call.masked(q_i @ k_j.T * tau, i, j)
     p = (s - m_i).exp() / l_i
-    dv_j = accumulate(dv_j, call.dropped(p, i, j).T, do_i)
-    dp = call.dropped(do_i @ v_j.T, i, j)
+    dv_j = accumulate(dv_j, call.apply_dropout(p, i, j).T, do_i)
+    dp = call.apply_dropout(do_i @ v_j.T, i, j)
     d_i = (do_i * o_i).rowsum()
     if "dlse" in saved:
         d_i = d_i - saved["dlse"].load(i)

@@ -17,7 +17,7 @@ from onchip.kernels.protocol import Grads, Result
 from onchip.problem import DeviceInfo, Problem, Tensors
 
 from .arithmetic import EXACT, Arithmetic
-from .call import Call, calls, meets, refusal, results
+from .call import PaperCall, calls, meets, refusal, results
 from .gradients import Gradients
 from .ledger import current
 from .memory import Array, Span, Tile, accumulate
@@ -36,13 +36,13 @@ def forward(problem: Problem, x: Tensors) -> Result:
 def attend(problem: Problem, x: Tensors, arithmetic: Arithmetic) -> Result:
     book, found = current(), results(problem, x)
     for call in calls(problem, x, book):
-        out, lse = call.of_queries("o", found.out), call.of_rows("lse", found.lse)
+        out, lse = call.take_queries("o", found.out), call.take_rows("lse", found.lse)
         flash_attention_2(call, out, lse, book.tiles_for(problem, paper_v2_tiles), arithmetic)
     return found
 
 
 def flash_attention_2(
-    call: Call, out: Array, lse: Array, tiles: TileConfig, arithmetic: Arithmetic = EXACT
+    call: PaperCall, out: Array, lse: Array, tiles: TileConfig, arithmetic: Arithmetic = EXACT
 ) -> None:
     """Algorithm 1."""
     rows = call.row_tiles(tiles)
@@ -59,7 +59,7 @@ def flash_attention_2(
 
 
 def visit(
-    call: Call, q_i: Tile, state: State, at: tuple[Span, Span], arithmetic: Arithmetic
+    call: PaperCall, q_i: Tile, state: State, at: tuple[Span, Span], arithmetic: Arithmetic
 ) -> State:
     """Lines 7 to 10 of Algorithm 1."""
     (i, j), (m, l, acc) = at, state
@@ -69,7 +69,7 @@ def visit(
     p = arithmetic.exp(s.below(m_new))
     alpha = arithmetic.exp(m.below(m_new))
     l = alpha * l + p.rowsum()
-    acc = accumulate(arithmetic.rescaled(acc, alpha), call.dropped(p, i, j), v_j)
+    acc = accumulate(arithmetic.rescaled(acc, alpha), call.apply_dropout(p, i, j), v_j)
     call.tell(arithmetic.kernel, i, j, s, (m_new, l, acc))
     return m_new, l, acc
 
@@ -91,11 +91,11 @@ def attend_backward(
     grads, tiles = Gradients(problem, x, book), book.tiles_for(problem, paper_v2_backward_tiles)
     safe = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows whose scores are -inf throughout
     for call in calls(problem, x, book):
-        o, do = call.of_queries("o", out), call.of_queries("do", dout)
+        o, do = call.take_queries("o", out), call.take_queries("do", dout)
         D = call.new("delta", 1, call.wide)
-        dlse_rows = None if dlse is None else call.of_rows("dlse", dlse)
+        dlse_rows = None if dlse is None else call.take_rows("dlse", dlse)
         row_products(o, do, D, call.row_tiles(tiles), dlse_rows)
-        saved = {"do": do, "lse": call.of_rows("lse", safe), "delta": D}
+        saved = {"do": do, "lse": call.take_rows("lse", safe), "delta": D}
         flash_attention_2_backward(call, saved, grads.of(call), tiles, arithmetic)
     return grads.finished()
 
@@ -108,7 +108,7 @@ def row_products(o: Array, do: Array, D: Array, rows: list[Span], dlse: Array | 
 
 
 def flash_attention_2_backward(
-    call: Call,
+    call: PaperCall,
     saved: dict[str, Array],
     grads: tuple[Array, Array, Array],
     tiles: TileConfig,
@@ -129,7 +129,7 @@ def flash_attention_2_backward(
 
 
 def visit_backward(
-    call: Call,
+    call: PaperCall,
     saved: dict[str, Array],
     kv: tuple[Tile, Tile],
     dkv: tuple[Tile, Tile],
@@ -142,8 +142,8 @@ def visit_backward(
     q_i, do_i, lse_i, d_i = (x.load(i) for x in (call.q, saved["do"], saved["lse"], saved["delta"]))
     tau = call.problem.softmax_scale
     p = arithmetic.exp(call.masked(q_i @ k_j.T * tau, i, j) - lse_i)
-    dv_j = accumulate(dv_j, call.dropped(p, i, j).T, do_i)
-    dp = call.dropped(do_i @ v_j.T, i, j)
+    dv_j = accumulate(dv_j, call.apply_dropout(p, i, j).T, do_i)
+    dp = call.apply_dropout(do_i @ v_j.T, i, j)
     ds = p * (dp - d_i) * tau
     dQ.store(accumulate(dQ.load(i), ds, k_j), i)
     return accumulate(dk_j, ds.T, q_i), dv_j

@@ -9,10 +9,10 @@ pytest.importorskip("triton")
 
 
 def test_a_ring_goes_through_every_line_once():
-    from onchip.kernels.triton.chase import LINE, lines
+    from onchip.kernels.triton.chase import LINE, make_ring
 
     order = torch.randperm(63, dtype=torch.int32)
-    ring, place, seen = lines(order), 0, []
+    ring, place, seen = make_ring(order), 0, []
     for _ in range(63):
         place = int(ring[place * LINE])
         seen.append(place)
@@ -26,9 +26,9 @@ def test_chases():
 
 @inside
 def test_interpreted_hops_are_those_of_the_ring():
-    from onchip.kernels.triton.chase import LINE, chase, lines
+    from onchip.kernels.triton.chase import LINE, chase, make_ring
 
-    ring, place = lines(torch.randperm(31, dtype=torch.int32)), 0
+    ring, place = make_ring(torch.randperm(31, dtype=torch.int32)), 0
     for hops in range(7):
         place = int(ring[place * LINE])
         assert chase(ring, hops).item() == place

@@ -174,7 +174,7 @@ def test_an_odd_head_dim_of_8_bits_is_left_to_others():
     _, packed, pages = paged(2, 1, [20, 5], 4, heads(2) | {"head_dim": 15})
     (k, v), scales = quantise_pages(*pages[:2], FORMS[0])
     q = packed.q[:, None]
-    with pytest.raises(onchip.UnsupportedError, match="by words of two elements, not head_dim 15"):
+    with pytest.raises(onchip.UnsupportedError, match="by pairs of elements, not head_dim 15"):
         onchip.paged_attention(q, k, v, *pages[2:], **scales, kernel="triton")
     assert onchip.paged_attention(q, k, v, *pages[2:], **scales).isfinite().all()
 

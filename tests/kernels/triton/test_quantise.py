@@ -147,8 +147,8 @@ def test_a_mean_of_many_keys():
     """More than one span, of which the last is short."""
     k = torch.randn(1, 2500, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     k = (k + 3).to(DEVICE)
-    rotation = quantise.rotation_of(64, k.dtype, k.device)
-    got = quantise.mean_of_keys(k, quantise.Side(2500, 2500, 2, None, 1), rotation)
+    rotation = quantise.get_rotation(64, k.dtype, k.device)
+    got = quantise.compute_key_means(k, quantise.OperandSizes(2500, 2500, 2, None, 1), rotation)
     want = rotate(smooth_keys(k)[1])
     torch.testing.assert_close(got.view(1, 2, 64), want, rtol=1e-5, atol=1e-5)
 
@@ -159,7 +159,9 @@ def test_blocks_of_zeros_and_of_nan():
     v = torch.zeros(1, 300, 1, 64, device=DEVICE, dtype=torch.bfloat16)
     v[0, 130], v[0, 299, 0, 5] = torch.nan, 2.0
     scales = torch.empty(3, device=DEVICE)
-    blocks = quantise.transposed(v, quantise.Side(300, 300, 1, None, 1), RECIPES["fp8"].v, scales)
+    blocks = quantise.transpose_values(
+        v, quantise.OperandSizes(300, 300, 1, None, 1), RECIPES["fp8"].v, scales
+    )
     assert blocks.scales[0] == 2.0**-70 and blocks.scales[1].isnan()
     assert blocks.scales[2] == torch.tensor(2.0) / torch.tensor(448.0)
     tiles = blocks.values.float().view(3, 64, BLOCK)
