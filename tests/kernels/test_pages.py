@@ -93,7 +93,7 @@ def test_groups_and_tiles_of_any_size(monkeypatch, tile, cost, seqlen_q):
     """Down to one sequence and one key at a time, up to one group for all."""
     lengths = [70, 0, 3, 41, 1, 33]
     monkeypatch.setattr(pages, "_TILE", tile)
-    monkeypatch.setattr(pages, "_GROUP_COST", cost)
+    monkeypatch.setattr(pages, "_BUCKET_COST", cost)
     check(*case(lengths, seqlen_q), sinks=torch.zeros(6), window_size=(50, None))
 
 
@@ -105,7 +105,7 @@ def groups(lengths, seqlen_q=1, **options):
 
 
 def test_a_group_is_at_most_half_padding_where_keys_cost_more_than_groups(monkeypatch):
-    monkeypatch.setattr(pages, "_GROUP_COST", 0)
+    monkeypatch.setattr(pages, "_BUCKET_COST", 0)
     lengths = [1 + 61 * b % 509 for b in range(40)] + [0, 0]
     found = groups(lengths)
     assert sorted(b for group in found for b in group.at.tolist()) == list(range(len(lengths)))
