@@ -90,7 +90,7 @@ def lowered(q: Tensor, k_pages: Tensor) -> Tensor:
     exact = torch.float64 in (q.dtype, k_pages.dtype)
     if exact or not is_autocast(q):
         return q
-    is_kv8 = k_pages.dtype in eightbit.LARGEST
+    is_kv8 = k_pages.dtype in eightbit.MAX_VALUES
     return q.to(torch.get_autocast_dtype(q.device.type) if is_kv8 else k_pages.dtype)
 
 
@@ -130,11 +130,11 @@ def _check_pages(x: Tensors, batch: int) -> None:
 def _check_dtypes(x: Tensors) -> None:
     """Pages in the dtype of q, or of 8 bits with scales."""
     scales = {"k_scales": x.k_scales, "v_scales": x.v_scales}
-    is_kv8 = [t.dtype in eightbit.LARGEST for t in (x.k, x.v)]
+    is_kv8 = [t.dtype in eightbit.MAX_VALUES for t in (x.k, x.v)]
     if not any(is_kv8) and all(t is None for t in scales.values()):
         return check_agreement(*x[:3])
     if not all(is_kv8) or x.k.dtype != x.v.dtype:
-        formats = " or ".join(map(str, eightbit.LARGEST))
+        formats = " or ".join(map(str, eightbit.MAX_VALUES))
         raise ValueError(
             f"k_scales and v_scales belong to pages that are both {formats}, got k_pages"
             f" {x.k.dtype} and v_pages {x.v.dtype}"

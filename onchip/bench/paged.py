@@ -21,7 +21,7 @@ import onchip
 from onchip.bench import gpu, peers, tiers
 from onchip.bench.gpu import Claim, Contender, Inputs, Scale
 from onchip.bench.harness import Bar, Case, Row, Session, hold, worst_cell
-from onchip.eightbit import FORMATS, held, quantise
+from onchip.eightbit import FORMATS, snap_to_grid, quantise
 from onchip.fold import cascade
 from onchip.iomodel.prefixes import costs
 from onchip.testing import oracle, rmse
@@ -220,7 +220,7 @@ def kv8_rows(session: Session, batch: int, keys: int, kv_dtype: str) -> list[Row
     """Ours over 8-bit pages against ours over bf16 pages that hold the same numbers."""
     cache, form = Cache((keys,) * batch), FORMATS[kv_dtype]
     drawn = cache.draw_sets(session.device)
-    sets = [(q, held(k, form), held(v, form)) for q, k, v in drawn]
+    sets = [(q, snap_to_grid(k, form), snap_to_grid(v, form)) for q, k, v in drawn]
     wide = our_paged("bf16 cache", cache, sets, PAGE_SIZE)
     narrow = our_kv8("onchip", wide, form, cache)
     bench = f"decode {kv_dtype}"

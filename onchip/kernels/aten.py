@@ -6,13 +6,13 @@ tests/kernels/test_aten.py:
 
 - A row that sees no key, or only scores of -inf, returns lse = 0.
 - seqlen 0 crashes the process.
-- is_causal is top-left aligned, and its -inf is multiplied by the scale. So scales are made positive.
+- is_causal is top-left aligned, and its -inf is multiplied by the scale: scales are made positive.
 - Masks must be float.
 - head_dim_v must equal head_dim.
 - 16-bit results are rounded. So fp32 partials and sinks are computed in fp32.
 - The lse of 16-bit calls is up to 6.3e-5 off. So calls that return lse are computed in fp32.
 - The 16-bit backward sums dK and dV in 16 bits. So gradients are computed in fp32.
-- CPUs without 16-bit instructions run 16-bit products in scalar loops. So they are computed in fp32.
+- CPUs without 16-bit instructions run 16-bit products in scalar loops: they are computed in fp32.
 """
 
 from collections.abc import Sequence
@@ -332,7 +332,7 @@ def _cost(call: FlashCall, heads: int) -> float:
 def _float_mask(
     rule: Visibility, call: FlashCall, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(0 / -inf mask of the call's tile, rows that see no key); None for either if there is none."""
+    """(0 / -inf mask of the call's tile, rows that see no key); None if there is none."""
     if call.is_causal:
         return None, None
     if rule.mask is None:  # the tiles of a band are equal except at its ends

@@ -407,7 +407,7 @@ def hopper_stages_out(problem: Problem) -> bool:
 def hopper_forward_config(
     head_dim: int, cut: bool, has_mask: bool, keys: int, page_size: int = 0
 ) -> HopperConfig:
-    """cut: tiles differ in length, because of causal or a window. keys: the keys that a tile reads."""
+    """cut: tiles differ in length (causal or window). keys: the keys that a tile reads."""
     dim = hopper_width(head_dim)
     if page_size:
         return HOPPER_FORWARD_PAGED[dim]

@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from onchip.eightbit import LARGEST, SCALE_BYTES, format_of, quantise
+from onchip.eightbit import MAX_VALUES, SCALE_BYTES, parse_kv_dtype, quantise
 from onchip.kvcache.pool import Copy, Pool
 from onchip.problem import DTYPES, MAX_HEAD_DIM, checks, device_info
 
@@ -51,13 +51,13 @@ class Spec:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
-        if self.kv_dtype is not None and self.kv_dtype not in LARGEST:
-            formats = ", ".join(map(str, LARGEST))
+        if self.kv_dtype is not None and self.kv_dtype not in MAX_VALUES:
+            formats = ", ".join(map(str, MAX_VALUES))
             raise ValueError(f"kv_dtype {self.kv_dtype} is not one of {formats}, None")
 
     def stored_as(self, name: str | None) -> "Spec":
         """The same with pages of this kv_dtype: "fp8", "int8", or None for dtype."""
-        return replace(self, kv_dtype=format_of(name))
+        return replace(self, kv_dtype=parse_kv_dtype(name))
 
     @property
     def k_page(self) -> tuple[int, int, int, int]:

@@ -1,8 +1,9 @@
-"""Attention with narrow operands: recipes, and the executable reference that kernels are judged by.
+"""Attention with quantised operands: recipes, and their executable reference, by which kernels are
+judged.
 
-`attend` walks tiles as the Hopper kernel does, keys from last to first, so that p is cast relative
-to the same running maximum. Operands are multiplied with their scales first, which changes no sum
-but by fp32's rounding; sums are those of fp32, or of the tensor cores' short accumulator where the
+`attend` visits tiles in the order of the Hopper kernel, keys from last to first, so that p is cast
+relative to the same running maximum. Operands are multiplied by their scales first, which changes a
+sum only by fp32's rounding. Sums are in fp32, or in the tensor cores' short accumulator if the
 recipe says so.
 """
 
@@ -28,7 +29,7 @@ from onchip.problem import (
 )
 from onchip.quant import formats
 from onchip.quant.accumulator import Accumulator, add_product
-from onchip.quant.formats import E4M3, Format, cast, wide
+from onchip.quant.formats import E4M3, NumberFormat, cast, wide
 from onchip.quant.rotation import rotate
 from onchip.quant.schemes import Quantised, Scheme, quantise
 from onchip.quant.smoothing import lse_shift, smooth_keys
@@ -37,13 +38,13 @@ from onchip.state import State, finalize, fold_tiles
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the operands of both products are narrowed.
+    """How the operands of both products are quantised.
 
-    q, k, v: their schemes; None leaves q and k as they come, and rounds v to pv_dtype.
+    q, k, v: their schemes; None leaves q and k unchanged, and rounds v to pv_dtype.
     p: the format of the weights, exp(score - running maximum) * p_scale; None: pv_dtype, unscaled.
-    rotate: q and k by a signed Hadamard matrix of `seed`.
-    smooth: keys without the mean of their sequence, and the lse corrected.
-    tile_m queries walk tiles of tile_n keys, from the last to the first if `backwards`.
+    rotate: multiply q and k by a signed Hadamard matrix of `seed`.
+    smooth: subtract from the keys the mean of their sequence, and correct lse.
+    tile_m queries loop over tiles of tile_n keys, from the last to the first if `backwards`.
     accumulator: how products of two FP8 operands are added; None: in fp32.
     """
 
@@ -51,7 +52,7 @@ class Recipe:
     q: Scheme | None
     k: Scheme | None
     v: Scheme | None = None
-    p: Format | None = None
+    p: NumberFormat | None = None
     p_scale: float = 256.0
     pv_dtype: torch.dtype = torch.bfloat16
     rotate: bool = False
@@ -69,9 +70,9 @@ class Recipe:
             raise ValueError(f"tile_m={self.tile_m} and tile_n={self.tile_n} must be positive")
 
 
-class Operands(NamedTuple):
-    """q, k, v as a recipe has them, and the keys' mean if it was taken off. What is not quantised
-    is a plain tensor in fp32 (fp64 for fp64).
+class RecipeOperands(NamedTuple):
+    """q, k, v as a recipe quantises them, and the keys' mean if it was subtracted. An operand that
+    is not quantised is a plain tensor in fp32 (fp64 for fp64).
     """
 
     q: Quantised | Tensor
@@ -85,20 +86,20 @@ _TOKEN = Scheme(formats.INT8, "token")
 _TENSOR = Scheme(E4M3, "tensor")
 _HEAD = Scheme(E4M3, "head")
 
-# What precision="fp8" means: the FlashAttention-3 paper's block quantisation and rotation, keys
-# without their mean, which e4m3 would spend its bits on where channels are biased, and p scaled so
-# that weights down to 2^-17 of a row's largest survive the cast.
+# precision="fp8": the FlashAttention-3 paper's block quantisation and rotation; keys without their
+# mean, on which e4m3 would spend its bits if channels are biased; and p scaled so that weights down
+# to 2^-17 of a row's largest survive the cast.
 FP8 = Recipe("fp8", _BLOCK, _BLOCK, _BLOCK, E4M3, rotate=True, smooth=True)
-# Integers of a token have 7 bits where e4m3 has 4: scores are 5 to 7 times as exact. It shows where
-# scores are large: beside a key that scores 8 above the others FP8 loses 5 %, INT8 1 to 3 %, of
-# which p and v in e4m3 are most.
+# int8 per token has 7 bits where e4m3 has 4: scores are 5 to 7 times as exact. It matters if scores
+# are large: with one key that scores 8 above the others, FP8 loses 5 %, INT8 1 to 3 %, mostly by p
+# and v in e4m3.
 INT8 = Recipe("int8", _TOKEN, _TOKEN, _BLOCK, E4M3, rotate=True, smooth=True)
 INT8_PV16 = replace(INT8, name="int8_pv16", v=None, p=None)
 
-# Others, for comparison. FA3_PAPER is what arXiv 2407.08608 describes, FA3_FP8 the released kernel
+# Others, for comparison. FA3_PAPER is arXiv 2407.08608, FA3_FP8 the released kernel
 # (hopper/flash_fwd_kernel_sm90.h of github.com/Dao-AILab/flash-attention): descales per head, p *
-# 2^8 (its Max_offset), no rotation.
-# SAGE1 and SAGE2: arXiv 2410.02367 and 2411.10958, the 8-bit variants.
+# 2^8 (its Max_offset), no rotation. SAGE1 and SAGE2: arXiv 2410.02367 and 2411.10958, the 8-bit
+# variants.
 FA3_PAPER = replace(FP8, name="fa3_paper", smooth=False)
 FP8_TENSOR = Recipe("fp8_tensor", _TENSOR, _TENSOR, _TENSOR, E4M3, p_scale=1.0)
 FA3_FP8 = Recipe("fa3_fp8", _HEAD, _HEAD, _HEAD, E4M3, p_scale=256.0)
@@ -130,15 +131,15 @@ def prepare(
     v: Tensor,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-) -> Operands:
-    """What the kernel of a recipe reads: smoothed, then rotated, then quantised."""
+) -> RecipeOperands:
+    """The operands that the kernel of a recipe reads: smoothed, then rotated, then quantised."""
     q, k, v, mean = wide(q), wide(k), wide(v), None
     if recipe.smooth:
         k, mean = smooth_keys(k, cu_seqlens_k)
     if recipe.rotate:
         q, k = rotate(q, recipe.seed), rotate(k, recipe.seed)
     v = v.to(recipe.pv_dtype).to(v.dtype) if recipe.v is None else v
-    return Operands(
+    return RecipeOperands(
         q if recipe.q is None else quantise(q, recipe.q, cu_seqlens_q),
         k if recipe.k is None else quantise(k, recipe.k, cu_seqlens_k),
         v if recipe.v is None else quantise(v, recipe.v, cu_seqlens_k),
@@ -181,7 +182,7 @@ def attend(
 
 
 def _describe(x: Tensors, options: Options) -> Problem:
-    """The problem, checked as that of any call; packed lengths are read from the tensors."""
+    """The problem, validated like that of any call; packed lengths are read from the tensors."""
     if x.cu_seqlens_q is None and x.cu_seqlens_k is None:
         return describe(x, options)
     check_tensor("q", x.q)
@@ -215,7 +216,9 @@ def _cuts(x: Tensors) -> Iterator[tuple[slice, slice]]:
 def _attend_sequence(
     recipe: Recipe, problem: Problem, parts: list[Tensor], results: tuple[Tensor, Tensor]
 ) -> None:
-    """Fill out (b, seqlen_q, heads, dim) and lse (b, heads, seqlen_q) of what lies in parts."""
+    """Fill out (b, seqlen_q, heads, dim) and lse (b, heads, seqlen_q) of one sequence or dense
+    batch.
+    """
     q, k, v = parts
     visibility = Visibility(q.shape[1], k.shape[1], problem.causal, problem.window_size)
     q = q.unflatten(2, (k.shape[2], problem.group_size)).permute(0, 2, 3, 1, 4)
@@ -252,7 +255,7 @@ def _fold_row_tile(
 def _key_tiles(
     recipe: Recipe, visibility: Visibility, q0: int, q1: int
 ) -> Iterator[tuple[int, int]]:
-    """Tiles, counted from the first key, that hold a key that some query of [q0, q1) sees."""
+    """Tiles, aligned to the first key, with at least one key that some query of [q0, q1) sees."""
     step = recipe.tile_n
     for lo, hi in visibility.spans(q0, q1):
         starts = range(lo // step * step, hi, step)
@@ -268,7 +271,7 @@ def _scores(recipe: Recipe, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _add_values(recipe: Recipe, acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
-    """acc + p v, p as it is fed to the second product: times p_scale if it is cast."""
+    """acc + p v, with p as the second product reads it: times p_scale if it is cast."""
     if recipe.p is None:
         return acc + p.to(recipe.pv_dtype).to(p.dtype) @ v
     p = cast(p * recipe.p_scale, recipe.p).to(p.dtype)
@@ -276,5 +279,5 @@ def _add_values(recipe: Recipe, acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
     return add_product(acc, p, v, recipe.accumulator if short else None)
 
 
-def _is_fp8(fmt: Format) -> bool:
+def _is_fp8(fmt: NumberFormat) -> bool:
     return fmt.dtype.is_floating_point and fmt.dtype.itemsize == 1

@@ -101,7 +101,7 @@ def groups(lengths, seqlen_q=1, **options):
     _, (q, *laid) = case(lengths, seqlen_q)
     x = Tensors(q, *laid[:2], page_table=laid[2], cache_seqlens=laid[3])
     problem = paged.describe(x, Options(causal=True, **options))
-    return list(pages._groups(problem, x))
+    return list(pages._buckets(problem, x))
 
 
 def test_a_group_is_at_most_half_padding_where_keys_cost_more_than_groups(monkeypatch):

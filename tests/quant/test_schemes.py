@@ -152,7 +152,7 @@ def test_refusals():
         Scheme(E4M3, "block", 0)
     with pytest.raises(ValueError, match=r"rank 4.*got shape \(5, 2, 8\)"):
         quantise(torch.zeros(5, 2, 8), Scheme(E4M3, "head"))
-    with pytest.raises(ValueError, match="rank 3.*beside cu_seqlens"):
+    with pytest.raises(ValueError, match="rank 3.*with cu_seqlens"):
         quantise(example(), Scheme(E4M3, "head"), torch.tensor([0, 5]))
     for wrong in ([0, 3], [1, 5], [0, 4, 3, 5]):
         with pytest.raises(ValueError, match="must rise from 0 to the 5 tokens of x"):

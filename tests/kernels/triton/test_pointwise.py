@@ -201,9 +201,9 @@ def test_pages_of_8_bits_get_the_same_heads_quantised(kernels, dtype, sizes, for
 @here
 def test_what_has_no_place_is_refused(kernels):
     qkv, turn, _, pool, slots = step((4, 2, 64, 64, 16), BF16)
-    with pytest.raises(ValueError, match="has no place in pages"):
+    with pytest.raises(ValueError, match="does not fit pages"):
         pointwise.place(qkv[:, 1:], 4, turn, None, (pool[0], pool[1]), slots)
-    with pytest.raises(ValueError, match="has no place in pages"):
+    with pytest.raises(ValueError, match="does not fit pages"):
         pointwise.place(qkv, 4, turn, None, (pool[0], pool[1]), slots[1:])
     with pytest.raises(ValueError, match="pages are torch.float16"):
         pointwise.place(qkv, 4, turn, None, (pool[0].half(), pool[1].half()), slots)
