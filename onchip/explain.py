@@ -20,14 +20,14 @@ from onchip.fold import cascade
 from onchip.iomodel import prefixes
 from onchip.iomodel.hardware import TABLE, Hardware, find, of_device, planned_for
 from onchip.iomodel.roofline import (
-    Roofline,
+    TimePrediction,
     backward_ratio,
     bound,
     human_time,
     is_modelled,
     predict,
 )
-from onchip.iomodel.splits import Part, Tiles, even_splits, filling, seconds
+from onchip.iomodel.splits import KeySplits, TileWork, even_splits, seconds, units_for_waves
 from onchip.kernels.configs import (
     HOPPER_DECODE_KEYS,
     HOPPER_DECODE_ROWS,
@@ -106,7 +106,7 @@ class Explanation(NamedTuple):
     parts: tuple[Served, ...] = ()  # of a mixed call that is cut
 
     @property
-    def roofline(self) -> Roofline | None:
+    def roofline(self) -> TimePrediction | None:
         """Of the forward: which resource binds, and how long it takes, or at least must. None with
         a precision of its own, of which there is no model.
         """
@@ -119,7 +119,7 @@ class Explanation(NamedTuple):
         return bound(p, self.hardware, self.flops, self.min_bytes + scratch_bytes)
 
     @property
-    def backward_roofline(self) -> Roofline | None:
+    def backward_roofline(self) -> TimePrediction | None:
         """Of the backward, where a model of its kernels is at hand."""
         p, kernel, hardware = self.problem, self.plan.kernel, self.hardware
         if hardware is None or not is_modelled(p, hardware, kernel):
@@ -407,7 +407,7 @@ def _splits(
     units = [a * b for a, b in zip(tiles_q, counts, strict=True)]
     slots = sum(n for n, count in zip(units, counts, strict=True) if count > 1)
     row_bytes = 4 * (problem.head_dim_v + 1)  # out and lse in fp32
-    work, parts = Tiles.of(problem, *config[:2]), list(map(Part, tiles_q, tiles, counts))
+    work, parts = TileWork.of(problem, *config[:2]), list(map(KeySplits, tiles_q, tiles, counts))
     return Splits(
         tuple(counts),
         sum(units) * problem.num_kv_heads,
@@ -419,7 +419,7 @@ def _splits(
 
 
 def _times(
-    work: Tiles, parts: Sequence[Part], hardware: Hardware, merged: bool
+    work: TileWork, parts: Sequence[KeySplits], hardware: Hardware, merged: bool
 ) -> tuple[float, float]:
     """Seconds of the call as it is cut, and if nothing were."""
     whole = [part._replace(splits=1) for part in parts]
@@ -430,7 +430,7 @@ def even_ranges(problem: Problem, lengths: Sequence[tuple[int, int]], hardware: 
     """What kernels/hopper/decode.py will do on such a device with these lengths."""
     config = TileConfig(HOPPER_DECODE_ROWS, 64)
     processors, least = hardware.processors, HOPPER_DECODE_KEYS // config.tile_n
-    most = filling(hopper_decode_programs(problem), problem.num_kv_heads, processors)
+    most = units_for_waves(hopper_decode_programs(problem), problem.num_kv_heads, processors)
     tiles = [max(1, _tiles(problem, *pair, config)) for pair in lengths]
     total = sum(tiles)
     ranges = min(most, max(1, total // least))
@@ -440,10 +440,10 @@ def even_ranges(problem: Problem, lengths: Sequence[tuple[int, int]], hardware: 
     rows = problem.seqlen_q * problem.num_heads
     states = sum(n for n in counts if n > 1) * rows
     why = f"{total} tiles of 64 keys in {ranges} even ranges ({processors} processors)"
-    row_bytes, work = 4 * (problem.head_dim_v + 1), Tiles.of(problem, *config)
+    row_bytes, work = 4 * (problem.head_dim_v + 1), TileWork.of(problem, *config)
     times = (
         seconds(work, parts, hardware, merged=False)
-        for parts in ([Part(1, total, ranges)], [Part(1, n) for n in tiles])
+        for parts in ([KeySplits(1, total, ranges)], [KeySplits(1, n) for n in tiles])
     )
     programs = ranges * problem.num_kv_heads
     return Splits(tuple(counts), programs, config.tile_n, 2 * states * row_bytes, why, *times)
@@ -506,7 +506,7 @@ def _plan(
     problem: Problem,
     x: Tensors,
     lengths: Sequence[tuple[int, int]],
-    model: prefixes.Costs,
+    model: prefixes.PrefixCosts,
     max_levels: int = cascade.MAX_LEVELS,
 ) -> cascade.Plan | None:
     """None where the queries are not all in the cache: such tables cannot be shared."""
@@ -525,7 +525,7 @@ def _sharing(
     lengths: Sequence[tuple[int, int]],
     pages: Pages,
     shared: cascade.Plan,
-    model: prefixes.Costs,
+    model: prefixes.PrefixCosts,
 ) -> Sharing:
     moved = prefixes.moved(x.q, x.k, x.v)
     runs = sum(g.stop - g.start for level in shared.levels for g in level.groups)

@@ -5,7 +5,7 @@ rule of 16-bit calls also applies to 8-bit ones.
 import torch
 from torch import Tensor
 
-from onchip.eightbit import MAX_VALUES, snap_to_grid, quantise, widen
+from onchip.eightbit import MAX_VALUES, quantise, snap_to_grid, widen
 
 FORMS = list(MAX_VALUES)
 

@@ -9,7 +9,7 @@ import onchip
 from onchip.dispatch import kernel_module
 from onchip.explain import Explanation, Served, count_splits, even_ranges
 from onchip.fold import cascade
-from onchip.iomodel import question, roofline
+from onchip.iomodel import make_problem, roofline
 from onchip.iomodel.hardware import H200, HOST
 from onchip.iomodel.prefixes import Occupancy, costs, moved
 from onchip.iomodel.roofline import human_time
@@ -245,7 +245,7 @@ def test_many_queries_are_not_cut_at_fixed_places():
 
 def test_the_times_that_a_cut_was_chosen_by():
     """The ranges of the Hopper kernel, as an H200 would have them: 16 for each of 8 kv heads."""
-    problem = question(1, 4096, batch=2, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
+    problem = make_problem(1, 4096, batch=2, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
     found = even_ranges(problem, [(1, 4096), (1, 1024)], H200)
     assert (found.counts, found.programs, found.tile_n) == ((13, 4), 128, 64)
     step = 64 * 2 * problem.head_dim * 2 * 132 / H200.memory_bytes_s
@@ -258,7 +258,7 @@ def test_the_times_that_a_cut_was_chosen_by():
 
 def test_pages_of_8_bits_have_twice_the_ranges():
     """Two programs to a processor share its part of the memory's rate."""
-    problem = question(1, 1 << 17, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
+    problem = make_problem(1, 1 << 17, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
     problem = problem._replace(page_size=16, page_dtype=torch.int8)
     found = even_ranges(problem, [(1, 1 << 17)], H200)
     assert (found.counts, found.programs) == ((33,), 264)

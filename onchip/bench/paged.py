@@ -21,7 +21,7 @@ import onchip
 from onchip.bench import gpu, peers, tiers
 from onchip.bench.gpu import Claim, Contender, Inputs, Scale
 from onchip.bench.harness import Bar, Case, Row, Session, hold, worst_cell
-from onchip.eightbit import FORMATS, snap_to_grid, quantise
+from onchip.eightbit import FORMATS, quantise, snap_to_grid
 from onchip.fold import cascade
 from onchip.iomodel.prefixes import costs
 from onchip.testing import oracle, rmse

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from onchip.bench import paper_runs as runs
-from onchip.iomodel import Chip, Traffic, bounds, footprint, question, roofline, traffic
+from onchip.iomodel import Chip, Traffic, bounds, footprint, make_problem, roofline, traffic
 from onchip.iomodel.hardware import A100, H100, H200
 from onchip.kernels.configs import HOPPER_FORWARD
 from onchip.problem import Problem
@@ -79,7 +79,7 @@ def claims() -> Iterator[Claim]:
 
 @cache
 def problem(seqlen: int = SEQLEN, head_dim: int = HEAD_DIM) -> Problem:
-    return question(seqlen, head_dim=head_dim, dtype=HALF)
+    return make_problem(seqlen, head_dim=head_dim, dtype=HALF)
 
 
 def both(algorithm: str, asked: Problem, chip: Chip) -> Traffic:
@@ -425,7 +425,7 @@ def _rescales(kernel: str) -> int:
 
 
 def speeds() -> Iterator[Claim]:
-    asked = question(16384, num_heads=8, head_dim=256, dtype=torch.bfloat16)
+    asked = make_problem(16384, num_heads=8, head_dim=256, dtype=torch.bfloat16)
     tflops = asked.flops / roofline.predict(asked, H200, "hopper").seconds / 1e12
     yield Claim(
         "speed", "forward on Hopper, at most", "FlashAttention-3, 2024", "TFLOP/s", 740, tflops,

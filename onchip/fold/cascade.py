@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.iomodel.prefixes import Costs, Together
+from onchip.iomodel.prefixes import OverlapPlan, PrefixCosts
 from onchip.problem import Beside, UnsupportedError
 from onchip.state import merge_at_rest
 
@@ -70,7 +70,9 @@ class Plan(NamedTuple):
     cu_seqlens_q: Tensor  # (batch + 1,) int32
     shared_pages: Tensor  # (batch,) int64
     shared_tokens: Tensor  # (batch,) int32
-    together: Together | None = None  # the one level runs beside the own parts, where kernels can
+    together: OverlapPlan | None = (
+        None  # the one level runs beside the own parts, where kernels can
+    )
 
     def to(self, device: torch.device | str) -> "Plan":
         """The same plan with its tensors on a device (one copy each, when the batch changes)."""
@@ -124,7 +126,7 @@ def plan(
     page_table: Tensor | Sequence[Sequence[int]],
     cache_seqlens: Tensor | Sequence[int],
     page_size: int,
-    model: Costs,
+    model: PrefixCosts,
     *,
     seqlen_q: int = 1,
     cu_seqlens_q: Tensor | Sequence[int] | None = None,
@@ -356,7 +358,7 @@ class Node:
 
 
 def _choose(
-    table: Tensor, shareable: Tensor, lengths: Sequence[int], model: Costs, max_levels: int
+    table: Tensor, shareable: Tensor, lengths: Sequence[int], model: PrefixCosts, max_levels: int
 ) -> list[list[Group]]:
     """The groups of each level."""
     order, common = _sorted_prefixes(table, shareable)
@@ -411,7 +413,7 @@ def _deepest(nodes: list[Node]) -> int:
     return max(len(node.ends) for node in nodes)
 
 
-def _price(nodes: list[Node], queries: list[int], model: Costs, levels: int) -> Tensor:
+def _price(nodes: list[Node], queries: list[int], model: PrefixCosts, levels: int) -> Tensor:
     """Seconds against one plain call, with at most 0, 1, ..., levels levels.
 
     cost[l, a] of a node is the least its subtree needs with l levels left when ancestor a is the
@@ -430,7 +432,7 @@ def _price(nodes: list[Node], queries: list[int], model: Costs, levels: int) -> 
     return _below(nodes[-1], model, levels)[:, 0]
 
 
-def _below(node: Node, model: Costs, levels: int) -> Tensor:
+def _below(node: Node, model: PrefixCosts, levels: int) -> Tensor:
     """(levels + 1, ancestors + 1): what is below a node costs, if the last one taken is each of its
     ancestors, or the node itself. A sequence that has no part in a child reads what is left.
     """
@@ -468,7 +470,7 @@ def _level(
     cu: list[int],
     groups: list[Group],
     page_size: int,
-    model: Costs,
+    model: PrefixCosts,
     segments: int | None = None,
 ) -> Level:
     """segments: None for as many as fill the device."""
@@ -494,7 +496,7 @@ def _level(
     )
 
 
-def _together(plan: Plan, own_pages: int, model: Costs) -> Plan:
+def _together(plan: Plan, own_pages: int, model: PrefixCosts) -> Plan:
     """The plan with its level beside the own parts, where that may be and is predicted to take less
     than one after the other.
     """
@@ -513,7 +515,7 @@ def _together(plan: Plan, own_pages: int, model: Costs) -> Plan:
     return plan._replace(levels=(cut,), saved=plan.saved + gained, together=found)
 
 
-def _may_be_together(plan: Plan, model: Costs) -> bool:
+def _may_be_together(plan: Plan, model: PrefixCosts) -> bool:
     """One level of one group, whose queries need not be copied: nothing that the level reads is
     then made between the two calls. Each sequence has queries few enough for a kernel that splits
     keys, all of them together have too many for it.

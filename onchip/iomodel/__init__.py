@@ -1,10 +1,9 @@
-"""Where the bytes go, predicted: exact counts of what each algorithm moves and computes, what no
-algorithm can do without, what lies on the chip, how long it takes on which device, and what is
-chosen by that.
+"""Cost models: exact traffic and operation counts of each algorithm, lower bounds, on-chip
+footprints, predicted times per device, and the choices made by them.
 """
 
 from . import bounds, footprint, hardware, prefixes, roofline, splits, traffic
-from .question import question
+from .question import make_problem
 from .traffic import Chip, Traffic
 
 __all__ = [
@@ -14,7 +13,7 @@ __all__ = [
     "footprint",
     "hardware",
     "prefixes",
-    "question",
+    "make_problem",
     "roofline",
     "splits",
     "traffic",

@@ -1,4 +1,4 @@
-"""A Problem out of sizes, without tensors."""
+"""A Problem from sizes, without tensors."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from onchip.masks import BlockMask
 from onchip.problem import Options, Problem, Tensors, describe
 
 
-def question(
+def make_problem(
     seqlen_q: int,
     seqlen_k: int | None = None,
     *,
@@ -22,7 +22,8 @@ def question(
     **options: Any,
 ) -> Problem:
     """The Problem of a call with tensors of these sizes; options are those of
-    `onchip.problem.Options`. Takes no memory, whatever the sizes; ValueError as the call would.
+    `onchip.problem.Options`. Takes no memory, whatever the sizes; raises ValueError as the call
+    would.
     """
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads

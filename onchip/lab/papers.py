@@ -10,7 +10,7 @@ from torch import Tensor
 
 import onchip
 from onchip import masks
-from onchip.iomodel import Chip, question, traffic
+from onchip.iomodel import Chip, make_problem, traffic
 from onchip.iomodel.hardware import TABLE, Hardware
 from onchip.kernels.papers.ledger import TileVisit, ledger
 from onchip.lab.numbers import shown
@@ -76,7 +76,7 @@ def counted(
     name: str, seqlen: int, head_dim: int, dtype: torch.dtype, sram: float
 ) -> traffic.Traffic:
     """The same of one that does not: with numbers in HBM in the type of the inputs."""
-    problem = question(seqlen, head_dim=head_dim, dtype=dtype)
+    problem = make_problem(seqlen, head_dim=head_dim, dtype=dtype)
     return FORMULAS[name](problem, Chip(sram, scratch=dtype))
 
 

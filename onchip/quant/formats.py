@@ -35,7 +35,7 @@ FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, INT8, FP4)}
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in the precision that this package computes in: fp64 stays, everything else becomes fp32."""
+    """x in the precision of this package: fp64 stays, everything else becomes fp32."""
     return x if x.dtype == torch.float64 else x.float()
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onchip import masks
-from onchip.iomodel import Chip, bounds, question, traffic
+from onchip.iomodel import Chip, bounds, make_problem, traffic
 from onchip.masks import Visibility
 
 NUMBERS = torch.float32  # of which lse and l take as many bytes as all else
@@ -28,7 +28,7 @@ def test_nothing_moves_less_than_the_lower_bound(
 ):
     band = {"causal": causal, "window_size": window_size}
     sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim}
-    problem = question(seqlen_q, seqlen_k, **sizes, dtype=NUMBERS, **band)
+    problem = make_problem(seqlen_q, seqlen_k, **sizes, dtype=NUMBERS, **band)
     least = 4 * bounds.lower_bound(problem, sram)
     for algorithm in (traffic.standard, traffic.v1):
         assert algorithm(problem, Chip(sram)).hbm_bytes >= least
@@ -40,7 +40,7 @@ def test_nothing_moves_less_than_the_lower_bound(
 @pytest.mark.parametrize("sram", [2**14, 2**16, 2**18])
 def test_flash_attention_is_within_a_constant_of_it(head_dim, sram):
     """For M >= d^2 both are of order N^2 d^2 / M."""
-    problem = question(2**15, head_dim=head_dim, dtype=NUMBERS)
+    problem = make_problem(2**15, head_dim=head_dim, dtype=NUMBERS)
     least, order = bounds.lower_bound(problem, sram), bounds.theorem2(problem, sram)
     v1, v2 = (f(problem, Chip(sram)).hbm_bytes / 4 for f in (traffic.v1, traffic.v2))
     rows = (sram - 16 * 2 * head_dim) // (2 * head_dim + 16)  # of q, out and s beside 16 of k and v
@@ -51,7 +51,7 @@ def test_flash_attention_is_within_a_constant_of_it(head_dim, sram):
 
 
 def test_a_larger_chip_moves_less_down_to_what_is_compulsory():
-    problem = question(4096, dtype=NUMBERS)
+    problem = make_problem(4096, dtype=NUMBERS)
     moved = [traffic.v2(problem, Chip(2**n)).hbm_bytes for n in range(8, 24)]
     assert moved == sorted(moved, reverse=True)
     whole = traffic.v2(problem, Chip(math.inf))
@@ -64,7 +64,7 @@ def test_a_larger_chip_moves_less_down_to_what_is_compulsory():
 @pytest.mark.parametrize("window_size", [(None, None), (2, 1), (0, None), (None, 0)])
 def test_what_nobody_sees_need_not_be_read(causal, window_size):
     for seqlen_q, seqlen_k in ((1, 9), (9, 1), (4, 9), (9, 4), (5, 5), (0, 3), (3, 0)):
-        problem = question(seqlen_q, seqlen_k, causal=causal, window_size=window_size)
+        problem = make_problem(seqlen_q, seqlen_k, causal=causal, window_size=window_size)
         rule = Visibility(seqlen_q, seqlen_k, causal, problem.window_size)
         seen = rule.tile(0, seqlen_q, 0, seqlen_k, torch.device("cpu"))
         seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool) if seen is None else seen
@@ -78,13 +78,13 @@ def test_what_nobody_sees_need_not_be_read(causal, window_size):
 def test_a_bound_that_would_not_hold_is_refused():
     mask = masks.build(masks.window(9, 0), 1, 1, 256, 256)
     with pytest.raises(ValueError, match="has_mask=True, packed=False"):
-        bounds.lower_bound(question(256, mask=mask), 1000)
+        bounds.lower_bound(make_problem(256, mask=mask), 1000)
     with pytest.raises(ValueError, match="sram=0 must be at least 1 number"):
-        bounds.lower_bound(question(256), 0)
+        bounds.lower_bound(make_problem(256), 0)
 
 
 def test_standard_attention_is_quadratic_whatever_the_chip():
-    problem = question(4096, dtype=torch.float16)
+    problem = make_problem(4096, dtype=torch.float16)
     for sram in (64 * 64, 10**5, math.inf):  # from d^2 on
         elements = traffic.standard(problem, Chip(sram, torch.float16)).hbm_bytes / 2
         assert 4 <= elements / bounds.standard(problem) <= 11

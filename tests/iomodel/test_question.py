@@ -1,11 +1,11 @@
-"""A question out of sizes is the question of tensors of these sizes."""
+"""A make_problem out of sizes is the make_problem of tensors of these sizes."""
 
 import pytest
 import torch
 
 import onchip.testing as ot
 from onchip import masks
-from onchip.iomodel import question
+from onchip.iomodel import make_problem
 from onchip.problem import Options, Tensors, describe
 
 
@@ -17,12 +17,12 @@ def test_it_is_that_of_tensors(masked):
     asked = {"causal": True, "window_size": (9, None), "dropout_p": 0.1}
     want = describe(Tensors(q, k, v, mask=mask), Options(**asked))
     sizes |= {"batch": 2, "dtype": torch.bfloat16, "mask": mask}
-    assert question(33, 150, **sizes, **asked) == want
+    assert make_problem(33, 150, **sizes, **asked) == want
 
 
 def test_it_is_refused_as_a_call_would_be():
     with pytest.raises(ValueError, match="num_heads"):
-        question(64, num_heads=3, num_kv_heads=2)
+        make_problem(64, num_heads=3, num_kv_heads=2)
     for size in ("num_kv_heads", "head_dim_v"):
         with pytest.raises(ValueError, match=size):
-            question(64, **{size: 0})
+            make_problem(64, **{size: 0})

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from onchip.iomodel import hardware, question
+from onchip.iomodel import hardware, make_problem
 from onchip.iomodel.hardware import H200
-from onchip.iomodel.roofline import Pace, Step, predict, steps
+from onchip.iomodel.roofline import PipelineModel, TileStep, predict, steps
 from onchip.problem import Problem
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -66,7 +66,7 @@ def test_held_out_short_calls_are_predicted_within_a_fifth():
 
 
 def test_one_consumer_waits_for_every_unit_and_many_for_the_slowest_alone():
-    step = Step(512.0, 768.0, 128.0)
+    step = TileStep(512.0, 768.0, 128.0)
     assert step.response(1) == sum(step)
     each = [step.response(n) / n for n in range(1, 60)]
     assert each == sorted(each, reverse=True) and each[-1] > max(step)
@@ -75,7 +75,7 @@ def test_one_consumer_waits_for_every_unit_and_many_for_the_slowest_alone():
 
 def test_two_consumers_on_two_equal_units_reach_two_thirds():
     """The textbook's case: throughput N / (N + M - 1) of a station's rate, here M = 2."""
-    step = Step(100.0, 100.0, 0.0)
+    step = TileStep(100.0, 100.0, 0.0)
     for n in (1, 2, 3, 7):
         assert 100 * n / step.response(n) == pytest.approx(n / (n + 1))
 
@@ -98,11 +98,13 @@ def test_steps_are_the_tiles_with_a_visible_pair(causal, window, seqlen_q, seqle
 
 
 def test_programs_that_are_alike_come_in_waves():
-    pace = Pace(Step(10.0, 5.0, 1.0), 2, torch.full((3,), 7), planes=44)
-    tile = 8 * pace.step.response(2)
-    assert pace.clocks(132) == pytest.approx(tile) and pace.clocks(131) == pytest.approx(2 * tile)
-    uneven = pace._replace(counts=torch.tensor([1, 2, 3]))
-    assert uneven.clocks(10**9) == pytest.approx(4 * pace.step.response(2))  # the longest alone
+    pipeline = PipelineModel(TileStep(10.0, 5.0, 1.0), 2, torch.full((3,), 7), planes=44)
+    tile = 8 * pipeline.step.response(2)
+    assert pipeline.clocks(132) == pytest.approx(tile) and pipeline.clocks(131) == pytest.approx(
+        2 * tile
+    )
+    uneven = pipeline._replace(counts=torch.tensor([1, 2, 3]))
+    assert uneven.clocks(10**9) == pytest.approx(4 * pipeline.step.response(2))  # the longest alone
 
 
 def test_which_resource_binds():
@@ -115,7 +117,7 @@ def test_which_resource_binds():
     assert predict(pose(64, 1, 32, 128, 8192), H200, "triton").binds == "HBM"
     tiny = predict(pose(1, 16, 1, 64), H200, "triton")
     assert tiny.binds == "launch" and "launch needs 2.5 us" in str(tiny)
-    exact = predict(question(4096, num_heads=16, dtype=torch.float32), H200, "triton")
+    exact = predict(make_problem(4096, num_heads=16, dtype=torch.float32), H200, "triton")
     assert exact.binds == "fp32 lanes" and "fp32 lanes need" in str(exact)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from onchip.iomodel import question
+from onchip.iomodel import make_problem
 from onchip.kernels.configs import (
     HOPPER_BACKWARD,
     HOPPER_GRADIENT,
@@ -38,7 +38,7 @@ THREE, TWO = 3, 2  # consumers of a tile at head_dim 64
     ids=str,
 )
 def test_two_consumers_take_tiles_that_meet_few_keys(options, seqlen, consumers):
-    problem = question(seqlen, num_heads=4, head_dim=64, dtype=torch.bfloat16, **options)
+    problem = make_problem(seqlen, num_heads=4, head_dim=64, dtype=torch.bfloat16, **options)
     assert hopper_forward_of(problem).consumers == consumers
 
 

@@ -164,7 +164,7 @@ def offsets(packed):
     "match, change",
     [
         ("on the CPU only, not on cuda", {"device": DeviceInfo("cuda")}),
-        ("keys that lie in pages", {"page_size": 0}),
+        ("serves paged keys", {"page_size": 0}),
         ("at most 8", {"seqlen_q": 9}),
         ("at most 8", {"packed": True}),
         ("no deterministic", {"deterministic": True}),

@@ -1,5 +1,6 @@
-"""The papers as running code. Tensors lie in HBM, tiles are loaded to the chip and stored back, and
-a ledger notes every byte that crosses and every operation that runs between.
+"""The published algorithms as running code, with an exact account of memory traffic. Tensors are in
+HBM, tiles are loaded to the chip and stored back, and a ledger counts every byte that crosses and
+every operation in between.
 
     from onchip.kernels.papers import ledger
 
@@ -7,8 +8,8 @@ a ledger notes every byte that crosses and every operation that runs between.
         out = onchip.attention(q, k, v, kernel="paper_v1")
     print(book)
 
-Each function is the published algorithm in the published letters, for all heads of a batch at once:
-what a ledger says is the sum over them. `onchip.iomodel.traffic` predicts ledgers without running.
+Each function is the published algorithm with the published names, for all heads of a batch at once;
+a ledger holds the sum over them. `onchip.iomodel.traffic` predicts ledgers without running.
 """
 
 from .ledger import Ledger, TileVisit, ledger

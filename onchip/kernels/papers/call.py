@@ -1,8 +1,7 @@
-"""One head_slice of a call, as the papers see it: arrays in HBM, tiles of rows and keys, who sees
-whom.
+"""One head slice of a call as the papers see it: arrays in HBM, tiles of rows and keys, visibility.
 
-Arrays are (batch, kv_heads, group_size, seqlen, dim). The papers have one head; query heads of a
-group each load the keys of their own, as FlashAttention-2 does, so k and v are expanded views.
+Arrays are (batch, kv_heads, group_size, seqlen, dim). The papers have one head. Each query head of
+a group loads its own keys, as in FlashAttention-2, so k and v are expanded views.
 """
 
 from collections.abc import Iterator
@@ -20,11 +19,11 @@ from onchip.problem import DeviceInfo, Problem, Tensors
 from .ledger import Ledger, TileVisit
 from .memory import Array, Span, Tile
 
-WORD_BYTES = 4  # of a mask's bits: 32 keys of a query
+WORD_BYTES = 4  # a word of mask bits: 32 keys of a query
 
 
-def refusal(problem: Problem, device: DeviceInfo) -> str | None:
-    """What no paper has."""
+def explain_unsupported(problem: Problem, device: DeviceInfo) -> str | None:
+    """Why no paper kernel can run the problem, or None."""
     if problem.dtype == torch.float64 and device.type != "cpu":
         return "float64 is served on the CPU"
     return lacks(
@@ -65,7 +64,7 @@ class PaperCall:
         return self._array(name, self._grouped(self.head_slice.take_rows(t))[..., None])
 
     def of_query_heads(self, name: str, t: Tensor) -> Array:
-        """dk or dv as each query head has its own, (batch, seqlen_k, num_heads, dim)."""
+        """dk or dv with one per query head, (batch, seqlen_k, num_heads, dim)."""
         at = self.head_slice._replace(rows=self.head_slice.keys)
         return self._array(name, self._grouped(at.take_queries(t).transpose(1, 2)))
 
@@ -80,8 +79,8 @@ class PaperCall:
         return cuts(self.rule.seqlen_k, tiles.tile_n, self.rule.mask is not None)
 
     def seen(self, rows: list[Span], skips: bool) -> list[list[Span]]:
-        """For every tile of rows, the ranges of keys whose tiles must be visited: those that causal
-        and window hide as a whole are left out if `skips`, EMPTY blocks of a mask always.
+        """For every tile of rows, the ranges of keys to visit. EMPTY blocks of a mask are always
+        left out, and with `skips` also tiles that causal and window hide completely.
         """
         rule = self.rule if skips else self.rule._replace(causal=False, window_size=(None, None))
         return [rule.spans(*tile) for tile in rows]
@@ -95,13 +94,15 @@ class PaperCall:
         return s.select(lambda x: x.masked_fill(~visible, -torch.inf))
 
     def apply_dropout(self, p: Tile, rows: Span, keys: Span) -> Tile:
-        """p with dropout drawn anew from the seed: no byte of it is ever stored."""
+        """p with dropout, drawn again from the seed: the dropout mask is never stored."""
         at = TileBounds(*rows, *keys)
         shape = p.x.shape
         return p.select(lambda x: self.scorer.apply_dropout(x.flatten(1, 2), at).view(shape))
 
-    def tell(self, kernel: str, rows: Span, keys: Span, s: Tile, state: tuple[Tile, ...]) -> None:
-        """PaperCall the ledger's watcher, if there is one."""
+    def report_visit(
+        self, kernel: str, rows: Span, keys: Span, s: Tile, state: tuple[Tile, ...]
+    ) -> None:
+        """Call the ledger's watch function, if there is one."""
         if self.book.watch is None:
             return
         scores, m, l, acc = (x.x.flatten(1, 2) for x in (s, *state))
@@ -116,17 +117,17 @@ class PaperCall:
         return t.unflatten(1, (self.kv_heads, -1))
 
     def _read_bits(self, rows: Span, keys: Span) -> None:
-        """Every head reads the words of its PARTIAL blocks."""
+        """Count the mask words of PARTIAL blocks, which every head reads."""
         if self._status is None:
             return
-        words = 0
+        mask_words = 0
         for i, (q0, q1) in blocks(rows):
             for j, (k0, k1) in blocks(keys):
                 if self._status[i, j] == 1:
-                    words += (q1 - q0) * (-(-k1 // 32) - k0 // 32)
+                    mask_words += (q1 - q0) * (-(-k1 // 32) - k0 // 32)
         batch, heads = self.q.shape[0], self.q.shape[1] * self.q.shape[2]
-        if words:
-            self.book.reads["mask"] += words * WORD_BYTES * batch * heads
+        if mask_words:
+            self.book.reads["mask"] += mask_words * WORD_BYTES * batch * heads
 
 
 def calls(problem: Problem, x: Tensors, book: Ledger) -> Iterator[PaperCall]:
@@ -139,8 +140,8 @@ def results(problem: Problem, x: Tensors) -> Result:
 
 
 def cuts(seqlen: int, tile: int, blocked: bool) -> list[Span]:
-    """Ranges of at most `tile`; with a mask none lies in two of its blocks, so that each is EMPTY,
-    PARTIAL or FULL.
+    """Ranges of at most `tile`. With a mask no range spans two of its blocks, so that each is
+    EMPTY, PARTIAL or FULL.
     """
     size = BLOCK if blocked else max(seqlen, 1)
     return [
@@ -151,7 +152,7 @@ def cuts(seqlen: int, tile: int, blocked: bool) -> list[Span]:
 
 
 def blocks(span: Span) -> Iterator[tuple[int, Span]]:
-    """The mask's blocks that a range touches, and its part in each."""
+    """The mask blocks that a range touches, and its part in each."""
     for i in range(span[0] // BLOCK, -(-span[1] // BLOCK)):
         yield i, (max(span[0], i * BLOCK), min(span[1], (i + 1) * BLOCK))
 
@@ -161,7 +162,7 @@ def meets(keys: Span, spans: list[Span]) -> bool:
 
 
 def convert(scratch: Array, out: Array) -> None:
-    """One more pass where HBM has held sums in more precision than the result has."""
+    """One more pass over an array that holds sums in more precision than the result has."""
     everything = (0, scratch.shape[-2])
     source = Array(scratch.book, f"{scratch.name}.convert", scratch.data)
     Array(out.book, f"{out.name}.convert", out.data).store(source.load(everything), everything)

@@ -1,7 +1,7 @@
-"""FlashAttention-2 over keys that come in segments, each giving (out, lse), and the merge of those:
-split-KV decoding, pages, a shared prefix, a ring. What they add to the traffic is in the ledger.
+"""FlashAttention-2 over keys in segments, each giving (out, lse), and their merge: split-KV
+decoding, pages, a shared prefix, a ring. The ledger shows what they add to the traffic.
 
-All take a Problem without a mask and its Tensors, and give out and lse.
+All functions take a Problem without a mask and its Tensors, and return out and lse.
 """
 
 from itertools import pairwise
@@ -24,8 +24,8 @@ Part = tuple[Array, Array]  # out, lse
 
 
 def split_kv(problem: Problem, x: Tensors, num_splits: int) -> Result:
-    """Flash-decoding: programs take a share of the keys each, unrounded, and one more merges."""
-    book, found = current(), results(problem, x)
+    """Flash-decoding: each program takes a share of the keys, unrounded, and one more merges."""
+    book, result = current(), results(problem, x)
     for head_slice in head_slices(problem, x):
         rule = head_slice.visibility
         rows = 0, rule.seqlen_q
@@ -34,16 +34,16 @@ def split_kv(problem: Problem, x: Tensors, num_splits: int) -> Result:
             call = PaperCall(problem, x, _segment(head_slice, rows, keys), book)
             parts.append(_attend(call, ("o.parts", "lse.parts")))
         whole = PaperCall(problem, x, head_slice, book)
-        out, lse = whole.take_queries("o", found.out), whole.take_rows("lse", found.lse)
+        out, lse = whole.take_queries("o", result.out), whole.take_rows("lse", result.lse)
         merge(parts, (out, lse), whole.row_tiles(book.tiles_for(problem, paper_v2_tiles)))
-    return found
+    return result
 
 
 def paged(problem: Problem, x: Tensors) -> Result:
-    """PagedAttention: x.k and x.v are pages, and a tile of keys is found through the page table,
-    whose entries every visit reads.
+    """PagedAttention: x.k and x.v are pages. A tile of keys is located through the page table;
+    every visit reads its entries.
     """
-    book, found = current(), results(problem, x)
+    book, result = current(), results(problem, x)
     tables = x.page_table.tolist()
     for b, seqlen_k in enumerate(x.cache_seqlens.tolist()):
         rule = Visibility(problem.seqlen_q, seqlen_k, problem.causal, problem.window_size)
@@ -52,14 +52,14 @@ def paged(problem: Problem, x: Tensors) -> Result:
         group = call.q.shape[2]
         call.k = PagedArray(call.k, x.k, tables[b], group, counted=True)
         call.v = PagedArray(call.v, x.v, tables[b], group, counted=False)
-        out, lse = call.take_queries("o", found.out), call.take_rows("lse", found.lse)
+        out, lse = call.take_queries("o", result.out), call.take_rows("lse", result.lse)
         flash_attention_2(call, out, lse, book.tiles_for(problem, paper_v2_tiles))
-    return found
+    return result
 
 
 class PagedArray(Array):
-    """Keys or values of one sequence, all over a pool (num_pages, page_size, kv_heads, dim). Those
-    who count read the page ids as well: k does, and v comes from the same pages.
+    """Keys or values of one sequence, spread over a pool (num_pages, page_size, kv_heads, dim).
+    counted: whether loads also read page ids. Only k does: v uses the same ids.
     """
 
     def __init__(self, like: Array, pool: Tensor, pages: list[int], group: int, counted: bool):
@@ -80,11 +80,11 @@ class PagedArray(Array):
 
 
 def cascade(problem: Problem, x: Tensors, prefix: tuple[Tensor, Tensor]) -> Result:
-    """All sequences begin with the keys and values of `prefix`, (seqlen, kv_heads, dim) each: those
-    are attended once, by the queries of the whole batch as rows of one tile, x.k and x.v by their
-    own sequence. Causal and window begin after the prefix.
+    """All sequences begin with the keys and values of `prefix`, (seqlen, kv_heads, dim) each. The
+    prefix is attended once, by the queries of the whole batch as rows of one tile; x.k and x.v by
+    their own sequence. Causal and window begin after the prefix.
     """
-    book, found = current(), results(problem, x)
+    book, result = current(), results(problem, x)
     batch, seqlen_q, heads, _ = x.q.shape
     shared = x._replace(q=x.q.flatten(0, 1)[None], k=prefix[0][None], v=prefix[1][None])
     rule = Visibility(batch * seqlen_q, len(prefix[0]))
@@ -94,17 +94,17 @@ def cascade(problem: Problem, x: Tensors, prefix: tuple[Tensor, Tensor]) -> Resu
     prefix_part = tuple(Array(book, t.name, per_sequence(t), t.wide) for t in (out, lse))
     for call in (PaperCall(problem, x, head_slice, book) for head_slice in head_slices(problem, x)):
         part = _attend(call, ("o.parts", "lse.parts"))
-        whole = call.take_queries("o", found.out), call.take_rows("lse", found.lse)
+        whole = call.take_queries("o", result.out), call.take_rows("lse", result.lse)
         merge([prefix_part, part], whole, call.row_tiles(book.tiles_for(problem, paper_v2_tiles)))
-    return found
+    return result
 
 
 def ring(problem: Problem, x: Tensors, num_ranks: int) -> Result:
-    """Ring Attention, all ranks in one ledger: each holds a chunk of queries and of keys, and in
-    every round takes the keys of its neighbour (`k.sent`, `k.received`) and merges what they give
-    into a state in HBM. Rounds in which nothing is visible are not computed.
+    """Ring Attention, all ranks in one ledger: each rank holds a chunk of queries and of keys. In
+    every round it receives the keys of its neighbour (`k.sent`, `k.received`) and merges the result
+    into a state in HBM. Rounds without visible pairs are not computed.
     """
-    book, found = current(), results(problem, x)
+    book, result = current(), results(problem, x)
     for head_slice in head_slices(problem, x):
         rule = head_slice.visibility
         chunks = shares(rule.seqlen_k, num_ranks)
@@ -117,13 +117,13 @@ def ring(problem: Problem, x: Tensors, num_ranks: int) -> Result:
                 if call.rule.spans(0, call.rule.seqlen_q):
                     state = _merged(call, state)
             _finish(
-                PaperCall(problem, x, _segment(head_slice, rows, chunks[rank]), book), state, found
+                PaperCall(problem, x, _segment(head_slice, rows, chunks[rank]), book), state, result
             )
-    return found
+    return result
 
 
 def merge(parts: list[Part], whole: Part, rows: list[Span]) -> None:
-    """The states of the same queries over several segments of keys, as one."""
+    """Merge the states of the same queries over several segments of keys."""
     out, lse = whole
     for i in rows:
         zero = lse.zeros(i)
@@ -138,7 +138,7 @@ def merge(parts: list[Part], whole: Part, rows: list[Span]) -> None:
 
 
 def shares(length: int, num: int) -> list[Span]:
-    """A range cut into so many, as even as can be."""
+    """A range in `num` parts, as even as possible."""
     bounds = [length * i // num for i in range(num + 1)]
     return list(pairwise(bounds))
 
@@ -159,7 +159,7 @@ def _attend(call: PaperCall, names: tuple[str, str]) -> Part:
 
 
 def _receive(call: PaperCall) -> None:
-    """The keys and values of a neighbour, one copy for all query heads of a group."""
+    """Receive the keys and values of a neighbour, one copy for all query heads of a group."""
     for array in (call.k, call.v):
         one = array.data[:, :, 0]
         everything = 0, one.shape[-2]
@@ -176,8 +176,8 @@ def _merged(call: PaperCall, state: Part | None) -> Part:
     return state
 
 
-def _finish(call: PaperCall, state: Part | None, found: Result) -> None:
-    out, lse = call.take_queries("o", found.out), call.take_rows("lse", found.lse)
+def _finish(call: PaperCall, state: Part | None, result: Result) -> None:
+    out, lse = call.take_queries("o", result.out), call.take_rows("lse", result.lse)
     if state is None:
         out.fill(0.0), lse.fill(-torch.inf)
     else:

@@ -1,8 +1,13 @@
 """Standard attention: Algorithm 0 of the FlashAttention paper, and Algorithm 3, its backward. S and
 P are N x N in HBM; nothing is skipped.
 
-Algorithm 3 needs P. Inside a `ledger` block HBM still holds it; elsewhere, and where (out, lse) are
-those of more keys, P is written once more from lse first, under names of its own.
+    HBM:   q, k --> S = q k^T --> P = softmax(S) --> out = P v      each arrow: load tiles, store
+
+Algorithm 3 needs P. Inside a `ledger` block HBM still holds it. Elsewhere, and if (out, lse) cover
+more keys, P is first written again from lse, under separate names in the ledger.
+
+Worked shape: one head, 300 tokens, head_dim 64: S and P have 90,000 numbers each, q, k, v and out
+19,200 each. examples/versions/v1.py is the first version without them.
 """
 
 import torch
@@ -12,7 +17,7 @@ from onchip.kernels.configs import paper_sram
 from onchip.kernels.protocol import Grads, Result
 from onchip.problem import DeviceInfo, Problem, Tensors
 
-from .call import PaperCall, calls, cuts, refusal, results
+from .call import PaperCall, calls, cuts, explain_unsupported, results
 from .gradients import Gradients
 from .ledger import current
 from .matmul import product
@@ -20,22 +25,22 @@ from .memory import Array, Span, Tile
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    return refusal(problem, device)
+    return explain_unsupported(problem, device)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
-    book, found = current(), results(problem, x)
+    book, result = current(), results(problem, x)
     stored = []
     for call in calls(problem, x, book):
-        out, lse = call.take_queries("o", found.out), call.take_rows("lse", found.lse)
+        out, lse = call.take_queries("o", result.out), call.take_rows("lse", result.lse)
         stored.append(standard_attention(call, out, lse).data)
-    if found.lse.numel():  # else it has no address to be found by, and nothing is lost
-        book.kept[found.lse.data_ptr()] = (found.lse, *stored)
-    return found
+    if result.lse.numel():  # an empty tensor has no address, and nothing to save
+        book.saved[result.lse.data_ptr()] = (result.lse, *stored)
+    return result
 
 
 def standard_attention(call: PaperCall, out: Array, lse: Array) -> Array:
-    """Algorithm 0: P, which stays in HBM. (lse is for the contract, 4 bytes a row.)"""
+    """Algorithm 0. Returns P, which stays in HBM. (lse is for the contract, 4 bytes a row.)"""
     S, P = (call.new(name, call.k.shape[-2], call.scratch) for name in "sp")
     tau, sram = call.problem.softmax_scale, sram_of(call)
     product(call.q, call.k.T, S, sram, of_c=lambda s, i, j: s * tau)
@@ -76,12 +81,12 @@ def backward(
 ) -> Grads:
     book = current()
     grads = Gradients(problem, x, book, summed_in_hbm=False)
-    kept = book.kept.pop(lse.data_ptr(), None)
+    saved = book.saved.pop(lse.data_ptr(), None)
     for n, call in enumerate(calls(problem, x, book)):
         do, D = call.take_queries("do", dout), None
-        if kept is None or dlse is not None:
+        if saved is None or dlse is not None:
             D = _delta(call, out, dout, dlse)
-        P = _rewritten(call, lse) if kept is None else Array(book, "p", kept[1 + n], call.wide)
+        P = _rewritten(call, lse) if saved is None else Array(book, "p", saved[1 + n], call.wide)
         standard_backward(call, P, do, D, grads.of(call))
     return grads.finished()
 
@@ -89,7 +94,7 @@ def backward(
 def standard_backward(
     call: PaperCall, P: Array, do: Array, D: Array | None, grads: tuple[Array, Array, Array]
 ) -> None:
-    """Algorithm 3. D, if given, holds the row sums of P * dP that line 3 takes of what is here."""
+    """Algorithm 3. D, if given, holds the row sums of P * dP that line 3 computes."""
     (dQ, dK, dV), sram = grads, sram_of(call)
     columns = P.shape[-1]
     transposed = lambda p, j, i: call.apply_dropout(p.T, i, j).T

@@ -1,8 +1,16 @@
-"""FlashAttention (Dao et al., arXiv 2205.14135) as published: Algorithms 1, 2 and 4, and 5 where a
+"""FlashAttention (Dao et al., arXiv 2205.14135) as published: Algorithms 1, 2 and 4, and 5 if a
 mask has EMPTY blocks.
 
-K and V in the outer loop; every visit of a row tile loads O, l and m and writes them back. Causal
-and window mask tiles and skip none: as a mask, `masks.causal()`, they do.
+    for j in key tiles:      load k_j, v_j                 once per key tile
+        for i in row tiles:  load q_i, o_i, l_i, m_i       every visit
+                             fold s = q_i k_j^T
+                             store o_i, l_i, m_i           every visit
+
+Causal and window are applied as masks and skip no tile; given as a block mask, `masks.causal()`,
+they skip.
+
+Worked shape: one head, 300 tokens, tiles of 128: 3 x 3 visits, so o, l and m are moved 3 times each
+way. The teaching version in Triton is examples/versions/v1.py.
 """
 
 import torch
@@ -12,28 +20,28 @@ from onchip.kernels.configs import TileConfig, paper_v1_tiles
 from onchip.kernels.protocol import Grads, Result
 from onchip.problem import DeviceInfo, Problem, Tensors
 
-from .call import PaperCall, calls, convert, meets, refusal, results
+from .call import PaperCall, calls, convert, explain_unsupported, meets, results
 from .gradients import Gradients
 from .ledger import current
 from .memory import Array, Span, Tile, accumulate
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    return refusal(problem, device)
+    return explain_unsupported(problem, device)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
-    """lse = m + log l is taken after the algorithm, which returns l and m."""
-    book, found = current(), results(problem, x)
+    """lse = m + log l is computed after the algorithm, which returns l and m."""
+    book, result = current(), results(problem, x)
     for call in calls(problem, x, book):
-        out = call.take_queries("o", found.out)
+        out = call.take_queries("o", result.out)
         O = out if out.data.dtype == call.scratch else call.new("o", out.shape[-1], call.scratch)
         l, m = (call.new(name, 1, call.wide) for name in "lm")
         flash_attention(call, O, l, m, book.tiles_for(problem, paper_v1_tiles))
         if O is not out:
             convert(O, out)
-        call.take_rows("lse", found.lse).data.copy_(m.data + l.data.log())
-    return found
+        call.take_rows("lse", result.lse).data.copy_(m.data + l.data.log())
+    return result
 
 
 def flash_attention(call: PaperCall, O: Array, l: Array, m: Array, tiles: TileConfig) -> None:
@@ -65,13 +73,13 @@ def visit(
     l_new = l_old + beta * l_ij
     o_new = (l_old * o_i + beta * (call.apply_dropout(p, i, j) @ v_j)).over(l_new)
     O.store(o_new, i), l.store(l_new, i), m.store(m_new, i)
-    call.tell("paper_v1", i, j, s, (m_new, l_new, o_new))
+    call.report_visit("paper_v1", i, j, s, (m_new, l_new, o_new))
 
 
 def backward(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
-    """Algorithm 4, which takes l and m: (1, lse) say the same as (l, m)."""
+    """Algorithm 4, which takes l and m: (1, lse) is equivalent to (l, m)."""
     book = current()
     grads, tiles = Gradients(problem, x, book), book.tiles_for(problem, paper_v1_tiles)
     safe = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows whose scores are -inf throughout
@@ -91,7 +99,9 @@ def backward(
 def flash_attention_backward(
     call: PaperCall, saved: dict[str, Array], grads: tuple[Array, Array, Array], tiles: TileConfig
 ) -> None:
-    """Algorithm 4: dK and dV of the key tile stay on the chip, dQ goes to and fro."""
+    """Algorithm 4: dK and dV of the key tile stay on the chip, dQ is loaded and stored in every
+    visit.
+    """
     dQ, dK, dV = (x.fill(0.0) for x in grads)
     rows = call.row_tiles(tiles)
     seen = call.seen(rows, skips=False)

@@ -35,7 +35,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.iomodel.hardware import HOST, Hardware, planned_for
-from onchip.iomodel.splits import Part, Tiles, choose, choose_unseen
+from onchip.iomodel.splits import KeySplits, TileWork, choose, choose_for_unknown_lengths
 from onchip.kernels.configs import (
     DECODE_ROWS,
     FIXED_KEYS,
@@ -498,8 +498,10 @@ def _split_evenly(
     """
     tiles, tiles_q = triton.cdiv(problem.seqlen_k, config.tile_n), unsplit.num_units
     least = max(1, SPLIT_KEYS // config.tile_n)
-    choose_units = choose_unseen if problem.packed or problem.page_size else choose
-    units = choose_units(Tiles.of(problem, *config[:2]), Part(tiles_q, tiles), least, hardware)
+    choose_units = choose_for_unknown_lengths if problem.packed or problem.page_size else choose
+    units = choose_units(
+        TileWork.of(problem, *config[:2]), KeySplits(tiles_q, tiles), least, hardware
+    )
     if units is None:
         return unsplit
     num_units = min(units + tiles_q, tiles_q * triton.cdiv(tiles, least))

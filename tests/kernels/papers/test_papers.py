@@ -68,7 +68,7 @@ class TestAlgorithm3:
         with ledger() as book:
             out = onchip.attention(q, k, v, kernel="paper_v0")
             out.sum().backward()
-        assert "p.rewritten" not in book.writes and not book.kept
+        assert "p.rewritten" not in book.writes and not book.saved
 
     def test_one_ledger_of_two_calls_keeps_their_p_apart(self):
         q, k, v = ot.make_qkv(1, 63, 111, **SIZES)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import onchip.testing as ot
-from onchip.iomodel import Chip, question, traffic
+from onchip.iomodel import Chip, make_problem, traffic
 from onchip.kernels.papers import ledger
 from onchip.kernels.papers.segments import cascade, paged, ring, split_kv
 from onchip.problem import Options, Tensors, describe
@@ -86,7 +86,7 @@ def test_paged(options, page_size):
     pages = ot.make_pages(packed.k, packed.v, packed.cu_seqlens_k, page_size)
     x = Tensors(packed.q.unflatten(0, (3, 5)), *pages[:2])
     x = x._replace(page_table=pages.page_table, cache_seqlens=pages.cache_seqlens)
-    problem = question(5, 111, batch=3, **SIZES, dtype=torch.float32, **options)
+    problem = make_problem(5, 111, batch=3, **SIZES, dtype=torch.float32, **options)
     with ledger(CHIP.sram) as book:
         out, lse, _ = paged(problem, x)
     packed_lse = lse.transpose(0, 1).flatten(1)
@@ -108,10 +108,10 @@ def test_cascade(options, prefix):
 
 
 def test_heads_packed_as_rows_share_their_keys():
-    problem = question(1, 1000, num_heads=8, num_kv_heads=2, causal=True)
+    problem = make_problem(1, 1000, num_heads=8, num_kv_heads=2, causal=True)
     tiles = Chip(tiles=(16, 64))
     apart, packed = traffic.v2(problem, tiles), traffic.v2(traffic.pack_heads(problem), tiles)
     assert apart.reads["k"] == 4 * packed.reads["k"] and apart.flops == packed.flops
     assert packed.reads["k"] == 2 * 1000 * 64 * 2
     with pytest.raises(ValueError, match="got seqlen_q=2, causal=True"):
-        traffic.pack_heads(question(2, 1000, num_heads=8, num_kv_heads=2, causal=True))
+        traffic.pack_heads(make_problem(2, 1000, num_heads=8, num_kv_heads=2, causal=True))

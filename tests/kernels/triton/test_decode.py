@@ -13,7 +13,7 @@ from onchip.dispatch import kernel_module
 from onchip.eightbit import dequantise
 from onchip.fold import cascade
 from onchip.iomodel.hardware import H200
-from onchip.iomodel.prefixes import Costs, Occupancy
+from onchip.iomodel.prefixes import Occupancy, PrefixCosts
 from onchip.kernels.configs import TritonConfig
 from onchip.problem import Problem
 from tests.eightbit import FORMS, on_grid, quantise_pages
@@ -506,7 +506,7 @@ def test_a_cascade_of_segments():
     q, _, (k_pages, v_pages, table, seqlens) = paged(4, 1, [77, 70, 45, 41], 16, GQA, FP32)
     table[1, :4], table[3, :2] = table[0, :4], table[2, :2]
     programs = Occupancy(16, num_kv_heads=2, tile_queries=2)
-    model = Costs(100, 0, 0, 0, occupancy=programs)
+    model = PrefixCosts(100, 0, 0, 0, occupancy=programs)
     plan = cascade.plan(table.cpu(), seqlens.cpu(), 16, model).to(DEVICE)
     assert [level.segments for level in plan.levels] == [4]
     args, options = (q, k_pages, v_pages), {"kernel": "triton", "sinks": torch.randn(4).to(DEVICE)}
