@@ -14,10 +14,10 @@ def test_it_is_that_of_tensors(masked):
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 40, "head_dim_v": 24}
     q, k, v = ot.make_qkv(2, 33, 150, **sizes, dtype=torch.bfloat16)
     mask = masks.build(masks.causal(), 1, 1, 33, 150) if masked else None
-    asked = {"causal": True, "window_size": (9, None), "dropout_p": 0.1}
-    want = describe(Tensors(q, k, v, mask=mask), Options(**asked))
+    options = {"causal": True, "window_size": (9, None), "dropout_p": 0.1}
+    want = describe(Tensors(q, k, v, mask=mask), Options(**options))
     sizes |= {"batch": 2, "dtype": torch.bfloat16, "mask": mask}
-    assert make_problem(33, 150, **sizes, **asked) == want
+    assert make_problem(33, 150, **sizes, **options) == want
 
 
 def test_it_is_refused_as_a_call_would_be():
