@@ -1,4 +1,4 @@
-"""A make_problem out of sizes is the make_problem of tensors of these sizes."""
+"""make_problem gives the Problem of tensors of these sizes."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from onchip.problem import Options, Tensors, describe
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_it_is_that_of_tensors(masked):
+def test_it_equals_the_problem_of_tensors(masked):
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 40, "head_dim_v": 24}
     q, k, v = ot.make_qkv(2, 33, 150, **sizes, dtype=torch.bfloat16)
     mask = masks.build(masks.causal(), 1, 1, 33, 150) if masked else None
@@ -20,7 +20,7 @@ def test_it_is_that_of_tensors(masked):
     assert make_problem(33, 150, **sizes, **options) == want
 
 
-def test_it_is_refused_as_a_call_would_be():
+def test_it_is_refused_like_a_call():
     with pytest.raises(ValueError, match="num_heads"):
         make_problem(64, num_heads=3, num_kv_heads=2)
     for size in ("num_kv_heads", "head_dim_v"):

@@ -1,4 +1,4 @@
-"""The model of time by which keys are split: against what an H200 measured, and what it chooses."""
+"""The cost model of split-KV: against measurements of an H200, and its choices."""
 
 import json
 from pathlib import Path
@@ -94,7 +94,7 @@ GRID = {
 
 
 @pytest.mark.parametrize(("cell", "splits"), GRID.items())
-def test_what_was_chosen_before_and_what_is_now(cell, splits):
+def test_choices_for_known_cells(cell, splits):
     batch, keys = cell
     part, fill = KeySplits(batch, keys // TILE_N), units_for_waves(SPLIT_WAVES, 8, 132)
     units = choose(tiles(), part, LEAST, H200)
@@ -122,9 +122,9 @@ def test_no_choice_is_predicted_slower_than_one_split_or_a_full_device(
 
 
 @given(st.integers(1, 300), st.integers(1, 3000), st.sampled_from([1, 3, 8, 132]))
-def test_whole_sequences_of_unseen_lengths_are_never_worth_much_more(number, length, num_kv_heads):
-    """Where nothing is cut because one sequence would not gain by it, neither do many: but for one
-    more wave of short ones, which is as long as a merge.
+def test_no_splits_for_unknown_lengths_costs_little(number, length, num_kv_heads):
+    """If splits do not pay for one sequence, they do not pay for many, except for one more wave of
+    short ones, which is as long as a merge.
     """
     work, part = tiles(num_kv_heads), KeySplits(number, length)
     if choose_for_unknown_lengths(work, part, LEAST, H200) is None:
@@ -136,7 +136,7 @@ def test_whole_sequences_of_unseen_lengths_are_never_worth_much_more(number, len
 
 
 @given(st.integers(0, 5000), st.integers(1, 500))
-def test_even_splits_are_short_enough_and_as_few_as_that_takes(length, most):
+def test_even_splits_are_short_enough_and_as_few_as_possible(length, most):
     count = even_splits(length, most)
     each = KeySplits(1, length, count).longest
     assert each <= most and (count - 1) * each <= max(0, length - 1)
@@ -152,15 +152,15 @@ def test_a_merge_costs_its_launch_and_the_states():
     assert together == pytest.approx(H200.call_s + 2 * 8 * step)  # 256 programs, two of 8 tiles
 
 
-def test_lengths_that_differ_fill_one_another():
-    """The longest alone, or all work spread over the processors and half of the longest left."""
+def test_programs_of_different_lengths_fill_the_gaps():
+    """The longest alone, or all work spread over the processors plus half of the longest."""
     alone = seconds(tiles(), [KeySplits(1, 500), KeySplits(3, 2)], H200, False) - H200.call_s
     assert alone == pytest.approx(500 * tiles().step_s(H200))
     many = seconds(tiles(), [KeySplits(600, 50), KeySplits(600, 10)], H200, False) - H200.call_s
     assert many == pytest.approx((600 * 60 * 8 / 132 + 25) * tiles().step_s(H200))
 
 
-def test_products_set_the_pace_where_queries_are_many():
+def test_products_are_the_limit_with_many_queries():
     few = TileWork.of(
         make_problem(1, 4096, num_heads=8, head_dim=128, dtype=torch.bfloat16), 16, 64
     )

@@ -1,4 +1,4 @@
-"""What traffic predicts is what the ledgers count: every tensor, every byte, every operation."""
+"""traffic predicts the counts of the ledgers: every tensor, every byte, every operation."""
 
 import math
 
@@ -27,7 +27,7 @@ def counts(book) -> dict:
 
 
 def checkers(b, h, q, k):
-    """EMPTY, PARTIAL and FULL blocks, other ones in every plane."""
+    """EMPTY, PARTIAL and FULL blocks, different in every plane."""
     whole = (q // 128 + k // 128 + b) % 2 == 0
     return whole & ((k // 128 == 1) | ((k // 64 + q // 50 + h) % 3 != 1))
 
@@ -71,7 +71,7 @@ def cases(draw):
 @settings(max_examples=30)
 @given(case=cases())
 @pytest.mark.parametrize("kernel", PAPERS)
-def test_traffic_is_the_ledger(kernel, case):
+def test_traffic_equals_the_ledger(kernel, case):
     """Forward, then forward and backward, with and without a gradient through lse."""
     sizes, options, mask, chip, through_lse = case
     q, k, v = (x.requires_grad_() for x in ot.make_qkv(**sizes))
@@ -105,7 +105,7 @@ def test_packed_sequences(kernel):
     assert counts(book) == counts(sum(calls, Traffic()))
 
 
-def test_v4_moves_what_v2_moves():
+def test_v4_moves_the_same_bytes_as_v2():
     sizes = {"num_heads": 2, "head_dim": 16, "dtype": torch.bfloat16}
     q, k, v = ot.make_qkv(1, 150, 257, **sizes)
     with ledger(sram=4000) as book:
@@ -128,7 +128,7 @@ def test_the_counts_of_the_papers():
     assert moved == 2 * (2 * n * d + 3 * n * d * n // 128)
 
 
-def test_a_question_of_a_million_tokens_takes_no_time():
+def test_a_million_tokens_take_no_time():
     problem = make_problem(1 << 20, num_heads=32, head_dim=128, causal=True)
     tiles = Chip(tiles=(128, 128))
     assert traffic.v2(problem, tiles).flops == pytest.approx(problem.flops, rel=2e-4)
@@ -144,12 +144,12 @@ def test_a_question_of_a_million_tokens_takes_no_time():
         (lambda p: traffic.paged(p, 0, [64]), "page_size"),
     ],
 )
-def test_what_cannot_be_is_refused(ask, name):
+def test_impossible_arguments_are_refused(ask, name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         ask(make_problem(64))
 
 
-def test_what_does_not_fit_together_is_refused():
+def test_contradictory_arguments_are_refused():
     problem = make_problem(64)
     with pytest.raises(ValueError, match=r"problem.packed=False, but lengths=\[\(64, 64\)\]"):
         traffic.v2(problem, lengths=[(64, 64)])
@@ -167,8 +167,8 @@ def test_what_does_not_fit_together_is_refused():
         traffic.cascade(problem, -1)
 
 
-def test_the_planner_of_cascades_counts_as_the_ledger_does():
-    """What a level saves, but for the queries that it gathers first: read and written once more."""
+def test_the_planner_of_cascades_counts_like_the_ledger():
+    """The saving of a level, except the queries that it gathers: read and written once more."""
     batch, prefix, own, size = 6, 640, 96, 16
     sizes = {"batch": batch, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "head_dim_v": 32}
     rows, pages = (torch.empty(1, batch, 8, 64), torch.empty(1, size, 2, 64))

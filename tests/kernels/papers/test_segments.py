@@ -1,4 +1,4 @@
-"""Keys in segments give what keys in one piece give, and traffic counts what it takes."""
+"""Keys in segments give the same result as keys in one piece, and traffic predicts the bytes."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_ring(dtype, options, num_ranks):
     assert book.reads["k.sent"] == book.writes["k.received"] == (num_ranks - 1) * k.nbytes
 
 
-def test_ring_of_rows_that_see_nothing():
+def test_ring_of_rows_without_keys():
     q, k, v = ot.make_qkv(1, 40, 10, **SIZES)
     x = Tensors(q, k, v)
     problem = describe(x, Options(causal=True))
@@ -66,8 +66,8 @@ def test_ring_of_rows_that_see_nothing():
     st.sampled_from([(None, None), (5, None), (None, 3), (0, 0), (12, 2)]),
     st.sampled_from([100, 900, None]),
 )
-def test_any_cut_is_counted_and_exact(lengths, parts, causal, window_size, sram):
-    """More shares than keys or queries, shares that see nothing, windows across them."""
+def test_any_split_is_counted_and_exact(lengths, parts, causal, window_size, sram):
+    """More shares than keys or queries, shares without visible pairs, windows across them."""
     q, k, v = ot.make_qkv(1, *lengths, num_heads=2, num_kv_heads=1, head_dim=8)
     x, options = Tensors(q, k, v), {"causal": causal, "window_size": window_size}
     problem = describe(x, Options(**options))

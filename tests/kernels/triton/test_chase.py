@@ -1,4 +1,4 @@
-"""The ring that one thread walks: every line once, and where it stands after so many hops."""
+"""The ring of pointer chasing: every line once, and the line after so many hops."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.interpreted import inside, outside, run_inside
 pytest.importorskip("triton")
 
 
-def test_a_ring_goes_through_every_line_once():
+def test_a_ring_visits_every_line_once():
     from onchip.kernels.triton.chase import LINE, make_ring
 
     order = torch.randperm(63, dtype=torch.int32)
@@ -25,7 +25,7 @@ def test_chases():
 
 
 @inside
-def test_interpreted_hops_are_those_of_the_ring():
+def test_interpreted_hops_follow_the_ring():
     from onchip.kernels.triton.chase import LINE, chase, make_ring
 
     ring, place = make_ring(torch.randperm(31, dtype=torch.int32)), 0
