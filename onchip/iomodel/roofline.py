@@ -1,8 +1,8 @@
 """Predicted time of a call, and the unit of the device that limits it.
 
 Lower bound: each unit alone, that is bytes over bandwidth, operations over the rate of the tensor
-cores, exponentials over the rate of their unit; the longest of them is the bound. What a kernel
-reaches of it follows from its pipeline. Consumers (warpgroups of 64 rows) use the units of a
+cores, exponentials over the rate of their unit; the longest of them is the bound. How much of it a
+kernel reaches follows from its pipeline. Consumers (warpgroups of 64 rows) use the units of a
 processor in turn, one tile after another: tensor cores, exp unit and lanes, shared memory. That is
 a closed queueing network; mean value analysis gives its throughput (Reiser and Lavenberg, 1980)
 from the time that a tile needs on each unit. With one consumer, or if consumers synchronise in
@@ -152,7 +152,7 @@ def predict(
     `bound`.
     """
     if not 0.0 <= density <= 1.0:
-        raise ValueError(f"{density=} must lie between 0 and 1")
+        raise ValueError(f"{density=} must be between 0 and 1")
     if not is_modelled(problem, hardware, kernel):
         ratio = backward_ratio(problem) if backward else 1
         memory_bytes = (2 if backward else 1) * problem.min_bytes

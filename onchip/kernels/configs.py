@@ -279,18 +279,19 @@ class HopperConfig(NamedTuple):
     hold: int = 0  # exponentials of a thread before it waits for the product of the last values
     numbered: bool = False  # keys are released by numbered barriers
     poly: int = 0  # v4: every poly-th exponential by multiply-adds
-    dynamic: bool = False  # tiles are handed out one by one even where all take as long
+    dynamic: bool = False  # dynamic scheduling even if all tiles take equally long
     consumer_regs: int = 240
     producer_regs: int = 24
     entry_regs: int = 168
 
 
 _THREE = {"consumer_regs": 160, "producer_regs": 32, "entry_regs": 128}
-# 2 consumers: 0.87x at 4k. Turns end when a consumer has its scores: 1.01x over when it has asked.
+# 2 consumers: 0.87x at 4k. A pingpong turn ends when a consumer has its scores: 1.01x over ending
+# it when the product was issued.
 _D64 = HopperConfig(128, 3, 2, q_stages=2, pingpong=True, **_THREE)
 _D64_TWO = HopperConfig(128, 2, 4, q_stages=2)
-# Where no maximum moves, nothing is rescaled: 1.01-1.03x, and the same bits.
-# Exponentials under the values' product 1.01-1.03x from 4k on, numbered barriers 1.01x.
+# If no maximum changes, nothing is rescaled: 1.01-1.03x, and the same bits. Exponentials during the
+# values' product 1.01-1.03x from 4k on, named barriers 1.01x.
 _D128 = HopperConfig(
     128, 2, 2, q_stages=2, rescale="moved", under=True, hold=16, numbered=True, dynamic=True
 )
@@ -303,12 +304,13 @@ HOPPER_FORWARD = {
     128: _D128._replace(hold=8),
     256: _D256._replace(rescale="moved", hold=4, numbered=True),
 }
-# The wait for values behind 4 exponentials: 1.08x in dense calls of head_dim 256, where more or
-# numbered barriers cost 1 to 5 %; causal ones 1.03x, with numbered barriers and rescale="moved".
+# The wait for values after 4 exponentials: 1.08x in dense calls of head_dim 256, where more
+# exponentials or named barriers cost 1 to 5 %; causal ones 1.03x, with named barriers and
+# rescale="moved".
 HOPPER_FORWARD_DENSE = {128: _D128, 256: _D256._replace(hold=4)}
-# Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k. Of a square they
-# waste what does not fill the last one; at 512 tokens both are as fast. Tiles of a narrow window
-# are mostly edges, too: 1.25x with 256 keys, 1.29x with 512, 1.04 to 0.99x with 1,024, 0.90x with
+# Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k. In a square they
+# waste the rest of the last tile; at 512 tokens both are equally fast. Tiles of a short window are
+# mostly masked, too: 1.25x with 256 keys, 1.29x with 512, 1.04 to 0.99x with 1,024, 0.90x with
 # 4,096.
 HOPPER_FORWARD_SHORT = {64: _D64_TWO}
 HOPPER_SHORT, HOPPER_SHORT_DENSE = 1024, 512
@@ -482,7 +484,7 @@ class HopperGradientConfig(NamedTuple):
     tile: int
     b0_stages: int
     b1_stages: int
-    held: bool = False  # the own rows also lie in registers: tiles of 64 read much shared memory
+    held: bool = False  # own rows also in registers: tiles of 64 would read much shared memory
     consumer_regs: int = 240
     producer_regs: int = 24
     entry_regs: int = 168

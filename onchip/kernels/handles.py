@@ -72,8 +72,9 @@ class CachedLauncher:
 
 class _Signature(NamedTuple):
     """Launches with the same argument types and the same constants: the indices of each kind of
-    argument, the constants in the order of the signature, and the compiled variants. An entry also
-    holds the layouts whose id is in its key: a freed layout's id could be reused by another layout.
+    argument, the constants in the order of the signature, and the compiled variants. A key contains
+    ids of layouts, and the entry keeps these layouts alive: otherwise another layout could get the
+    same id.
     """
 
     pointers: list[int]

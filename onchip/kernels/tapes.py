@@ -9,7 +9,7 @@ call is recorded while it runs: its allocations (by a dispatch mode) and its lau
 A call is recordable if
 - it runs no other torch operation than allocations and views;
 - every tensor of its launches is an argument, an allocation of the call, or a work counter
-  (counters are taken anew at each replay);
+  (each replay takes its own counter);
 - its launches can be made raw (flat.py).
 Other calls always run their host code.
 
@@ -101,7 +101,7 @@ def _record(
     compute: Callable, problem: Problem, x: Tensors, kernel: str | None, saved: tuple
 ) -> tuple[Any, Any]:
     """(result, Recording or _NOT_RECORDABLE). Every argument is detached to an object of its own:
-    arguments are told apart by identity, and this call may pass one tensor twice where the next
+    arguments are distinguished by identity, and this call may pass one tensor twice where the next
     passes two.
     """
     own = [t if t is None else t.detach() for t in (*x[:-1], *saved)]

@@ -65,7 +65,9 @@ class Recipe:
 
     def __post_init__(self):
         if self.p is not None and not 0 < self.p_scale <= self.p.max:
-            raise ValueError(f"p_scale={self.p_scale} must lie in (0, {self.p.max}], or 1 is cut")
+            raise ValueError(
+                f"p_scale={self.p_scale} must be in (0, {self.p.max}], otherwise p = 1 saturates"
+            )
         if self.tile_m < 1 or self.tile_n < 1:
             raise ValueError(f"tile_m={self.tile_m} and tile_n={self.tile_n} must be positive")
 

@@ -129,7 +129,7 @@ class TestSixteenBitLse:
 
     @staticmethod
     def share(lse, exact):
-        """Of what the rule allows: 1e-5 * max(1, max |lse|)."""
+        """The error relative to the tolerance of the rule: 1e-5 * max(1, max |lse|)."""
         seen = exact.isfinite()
         assert torch.equal(lse.isfinite(), seen)
         return float((lse - exact)[seen].abs().max() / (1e-5 * max(1.0, exact[seen].abs().max())))

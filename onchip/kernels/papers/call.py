@@ -157,7 +157,7 @@ def blocks(span: Span) -> Iterator[tuple[int, Span]]:
         yield i, (max(span[0], i * BLOCK), min(span[1], (i + 1) * BLOCK))
 
 
-def meets(keys: Span, spans: list[Span]) -> bool:
+def overlaps(keys: Span, spans: list[Span]) -> bool:
     return any(lo < keys[1] and keys[0] < hi for lo, hi in spans)
 
 

@@ -1,5 +1,5 @@
 """FlashAttention-2 over keys in segments, each giving (out, lse), and their merge: split-KV
-decoding, pages, a shared prefix, a ring. The ledger shows what they add to the traffic.
+decoding, pages, a shared prefix, a ring. The ledger shows their additional traffic.
 
 All functions take a Problem without a mask and its Tensors, and return out and lse.
 """

@@ -20,7 +20,7 @@ from onchip.kernels.configs import TileConfig, paper_v1_tiles
 from onchip.kernels.protocol import Grads, Result
 from onchip.problem import DeviceInfo, Problem, Tensors
 
-from .call import PaperCall, calls, convert, explain_unsupported, meets, results
+from .call import PaperCall, calls, convert, explain_unsupported, overlaps, results
 from .gradients import Gradients
 from .ledger import current
 from .memory import Array, Span, Tile, accumulate
@@ -52,7 +52,7 @@ def flash_attention(call: PaperCall, O: Array, l: Array, m: Array, tiles: TileCo
     for j in call.key_tiles(tiles):
         k_j, v_j = call.k.load(j), call.v.load(j)
         for i, spans in zip(rows, seen, strict=True):
-            if meets(j, spans):
+            if overlaps(j, spans):
                 visit(call, (O, l, m), (k_j, v_j), i, j)
 
 
@@ -82,7 +82,7 @@ def backward(
     """Algorithm 4, which takes l and m: (1, lse) is equivalent to (l, m)."""
     book = current()
     grads, tiles = Gradients(problem, x, book), book.tiles_for(problem, paper_v1_tiles)
-    safe = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows whose scores are -inf throughout
+    safe = lse.masked_fill(lse == -torch.inf, 0.0)  # rows with only scores of -inf
     for call in calls(problem, x, book):
         saved = {
             "o": call.take_queries("o", out),
@@ -109,7 +109,7 @@ def flash_attention_backward(
         kv = call.k.load(j), call.v.load(j)
         dkv = dK.zeros(j), dV.zeros(j)
         for i, spans in zip(rows, seen, strict=True):
-            if meets(j, spans):
+            if overlaps(j, spans):
                 dkv = visit_backward(call, saved, kv, dkv, dQ, (i, j))
         dK.store(dkv[0], j), dV.store(dkv[1], j)
 

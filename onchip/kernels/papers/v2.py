@@ -25,7 +25,7 @@ from onchip.kernels.protocol import Grads, Result
 from onchip.problem import DeviceInfo, Problem, Tensors
 
 from .arithmetic import EXACT, Arithmetic
-from .call import PaperCall, calls, explain_unsupported, meets, results
+from .call import PaperCall, calls, explain_unsupported, overlaps, results
 from .gradients import Gradients
 from .ledger import current
 from .memory import Array, Span, Tile, accumulate
@@ -60,7 +60,7 @@ def flash_attention_2(
         m, l, acc = lse.zeros(i), lse.zeros(i), out.zeros(i)
         m = m.select(lambda x: x - torch.inf)
         for j in keys:
-            if meets(j, spans):
+            if overlaps(j, spans):
                 m, l, acc = visit(call, q_i, (m, l, acc), (i, j), arithmetic)
         out.store(acc.over(l), i)
         lse.store(m + l.log(), i)
@@ -97,7 +97,7 @@ def attend_backward(
     out, lse, dout, dlse = given
     book = current()
     grads, tiles = Gradients(problem, x, book), book.tiles_for(problem, paper_v2_backward_tiles)
-    safe = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows whose scores are -inf throughout
+    safe = lse.masked_fill(lse == -torch.inf, 0.0)  # rows with only scores of -inf
     for call in calls(problem, x, book):
         o, do = call.take_queries("o", out), call.take_queries("do", dout)
         D = call.new("delta", 1, call.wide)
@@ -131,7 +131,7 @@ def flash_attention_2_backward(
         kv = call.k.load(j), call.v.load(j)
         dkv = dK.zeros(j), dV.zeros(j)
         for i, spans in zip(rows, seen, strict=True):
-            if meets(j, spans):
+            if overlaps(j, spans):
                 dkv = visit_backward(call, saved, kv, dkv, dQ, (i, j), arithmetic)
         dK.store(dkv[0], j), dV.store(dkv[1], j)
 

@@ -13,8 +13,8 @@ which the bias broadcasts, in a fixed order. If the bias has few tiles, the sum 
 so that there are enough programs; the number of parts depends only on shapes.
 
 Worked shape: batch 1, one head, 300 queries and keys, tiles of 128, bias (1, 1, 300, 300). 9 tiles
-of the bias, nothing is summed: 9 programs, 1 part. With bias (1, 1, 1, 300): 3 tiles of keys, each
-summed over 3 tiles of queries.
+of the bias, nothing is summed: 9 programs, 1 part. With bias (1, 1, 1, 300): 3 tiles of keys in
+3 parts of one tile of queries each, 9 programs, and one sum over the parts.
 
 p is recomputed as in backward.py; the forward loop is taught in examples/versions/v2.py.
 """

@@ -110,7 +110,7 @@ class OutputPtrs(NamedTuple):
 
 
 class PartialPtrs(NamedTuple):
-    """Scratch memory: the states of splits, and the records that tell the merge where they are."""
+    """Scratch memory: the states of splits, and the records by which the merge finds them."""
 
     out: tl.tensor
     lse: tl.tensor
@@ -471,7 +471,7 @@ def plan_launch(
         most = triton.cdiv(total_q * problem.group_size, config.tile_m) + problem.batch
         tiles_q = min(tiles_q, most)
     unsplit = SplitLaunch(tiles_q, 0, 0, min(rows, config.tile_m), (None, None, None))
-    if problem.return_stats:  # splits do not store what the entropy needs
+    if problem.return_stats:  # splits do not store the sums of the entropy
         return unsplit
     if problem.deterministic:
         return _split_fixed(problem, config, unsplit)

@@ -1,13 +1,14 @@
 """FlashAttention v2's forward in Triton: one program per tile of queries, which loops over the
 tiles of keys that its queries see.
 
-    grid: tiles of queries x heads x batch        one program, tile q1 (queries 128 to 255)
+    grid: tiles of queries x heads x batch       program of q1 (queries 128 to 255)
 
-      q0  q1  q2      keys    k0   k1   k2         q = load(q1); m, l, acc = -max, 0, 0
-     +---+---+---+         q0 mask               unmasked loop: s = q k^T
-     | p0| p1| p2|         q1 full mask                         m, l, acc = fold(s, v)
-     +---+---+---+         q2 full full mask     masked loop:   the same, s = -inf where hidden
-                                                 out = acc / l; lse = m + log2(l)
+             k0   k1   k2                          q = load(q1); m, l, acc = lowest, 0, 0
+       q0   mask            <- program 0           unmasked loop (k0): s = q k^T
+       q1   full mask       <- program 1                               m, l, acc = fold(s, v)
+       q2   full full mask  <- program 2           masked loop (k1):   s = -inf where hidden, then
+                                                                       the same
+                                                   out = acc / l; lse = m + log2(l)
 
 Worked shape: batch 1, one head, 300 tokens, tiles of 128, causal. Three programs, launched longest
 first. q2 (queries 256 to 299, 44 rows of 128 in use) runs two unmasked tiles and one masked; q1 one

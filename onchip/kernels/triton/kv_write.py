@@ -7,7 +7,7 @@ copy whole pages, in Triton.
 
 Slots and page ids out of range write nothing: callers pass -1 to skip a token.
 
-Worked shape: batch 1, 300 new tokens, pages of 16: 300 programs; token 299 goes to slot
+Worked shape: batch 1, 300 new tokens, pages of 16: 300 programs; token 299 is written to slot
 block_table[18] * 16 + 11. Not an attention kernel: no teaching version; docs/paged.md describes the
 layout.
 """

@@ -237,8 +237,8 @@ def place(
     slot_mapping: Tensor,
 ) -> Tensor:
     """q (tokens, num_heads, head_dim) of qkv (tokens, (num_heads + 2 num_kv_heads) head_dim),
-    normed and rotated. k, treated alike, and v are written to the slots of their tokens in
-    (k_pages, v_pages) or, quantised, in (k_pages, v_pages, k_scales, v_scales).
+    normed and rotated. k, treated in the same way, and v are written to the slots of their tokens
+    in (k_pages, v_pages) or, quantised, in (k_pages, v_pages, k_scales, v_scales).
 
     turn: (cos, sin), fp32 (tokens, ..., half); elements i and i + half of a head form a pair,
     elements from 2 half on are not rotated. weights: of the norms of q and k, with eps and the
