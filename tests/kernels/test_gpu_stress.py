@@ -253,7 +253,7 @@ def forget_variants() -> None:
         function.device_caches.clear()
     for _, handle in members():
         if isinstance(handle, CachedLauncher):
-            handle._families.clear()
+            handle._signatures.clear()
 
 
 def variants() -> Counter:

@@ -62,12 +62,12 @@ def log(monkeypatch):
     card = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
 
-    handles = [h for m in MODULES for h in vars(m).values() if isinstance(h, CachedLauncher)]
-    for handle in handles:
-        monkeypatch.setattr(handle, "_families", {})
+    launchers = [h for m in MODULES for h in vars(m).values() if isinstance(h, CachedLauncher)]
+    for launcher in launchers:
+        monkeypatch.setattr(launcher, "_signatures", {})
 
     def run(kernel, *args, grid, warmup, **constants):
-        if any(handle.kernel is kernel for handle in handles):
+        if any(launcher.kernel is kernel for launcher in launchers):
             found.append(("usual", kernel))
         return Compiled(kernel, args, constants, found)
 

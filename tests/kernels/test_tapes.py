@@ -64,13 +64,13 @@ def cached_call(x):
     return Question(describe(x, Options()), {})
 
 
-def kernel_of(handle, extra=lambda x, out: None):
+def kernel_of(launcher, extra=lambda x, out: None):
     """A kernel that allocates out and lse, launches, and runs `extra`."""
 
     def compute(problem, x, kernel):
         out = torch.empty_like(x.q)
         rows = x.q.new_empty(3, 5)
-        handle[GRID](x.v, out, rows[2], 7)
+        launcher[GRID](x.v, out, rows[2], 7)
         extra(x, out)
         return Result(out, x.q.new_empty(5))
 
@@ -118,11 +118,11 @@ def test_a_view_of_a_buffer_keeps_its_offset(log, monkeypatch, compute):
 
 def drawing_kernel():
     """A kernel that uses a work counter, also for pointer arguments that it does not read."""
-    handle = CachedLauncher(Kernel())
+    launcher = CachedLauncher(Kernel())
 
     def compute(problem, x, kernel):
         out, drawn = torch.empty_like(x.q), counter(x.q.device)
-        handle[GRID](drawn, out, drawn, 7)
+        launcher[GRID](drawn, out, drawn, 7)
         return Result(out, x.q.new_empty(5))
 
     return compute
@@ -181,11 +181,11 @@ def test_a_call_with_other_operations_is_never_replayed(log, extra):
 
 
 def test_a_call_that_returns_part_of_a_buffer_is_never_replayed(log):
-    handle = CachedLauncher(Kernel())
+    launcher = CachedLauncher(Kernel())
 
     def compute(problem, x, kernel):
         out = torch.empty_like(x.q)
-        handle[GRID](x.v, out, out, 7)
+        launcher[GRID](x.v, out, out, 7)
         return Result(out, out[0])
 
     x = tensors()
@@ -196,11 +196,11 @@ def test_a_call_that_returns_part_of_a_buffer_is_never_replayed(log):
 
 
 def test_a_call_that_returns_row_statistics_is_never_replayed(log):
-    handle = CachedLauncher(Kernel())
+    launcher = CachedLauncher(Kernel())
 
     def compute(problem, x, kernel):
         out, stats = torch.empty_like(x.q), x.q.new_empty(2, 5)
-        handle[GRID](x.v, out, stats, 7)
+        launcher[GRID](x.v, out, stats, 7)
         return Result(out, x.q.new_empty(5), Stats(*stats))
 
     x = tensors()
@@ -256,10 +256,10 @@ def test_calls_seen_once_do_not_block_other_recordings(log, compute):
 
 
 def test_saved_tensors_may_have_another_layout(log):
-    handle = CachedLauncher(Kernel())
+    launcher = CachedLauncher(Kernel())
 
     def compute(problem, x, kernel, out):
-        handle[GRID](x.q, out, out, 7)
+        launcher[GRID](x.q, out, out, 7)
         return Result(torch.empty(out.shape), None)
 
     x = tensors()

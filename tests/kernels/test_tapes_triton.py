@@ -89,8 +89,8 @@ def fake(monkeypatch):
     monkeypatch.setattr(library, "check_values", lambda *_: None)
     monkeypatch.setattr(library.paged, "check_values", lambda *_: None)
     monkeypatch.setattr(tapes, "is_recordable", lambda q: True)
-    for handle in (h for m in MODULES for h in vars(m).values() if isinstance(h, CachedLauncher)):
-        monkeypatch.setattr(handle, "_families", {})
+    for launcher in (h for m in MODULES for h in vars(m).values() if isinstance(h, CachedLauncher)):
+        monkeypatch.setattr(launcher, "_signatures", {})
     flat.runtime.cache_clear()
     problem.forget_questions()
     yield found
