@@ -15,7 +15,7 @@ from onchip.kernels.papers.ledger import ledger
 from onchip.lab import papers, record
 from onchip.lab.playground import Playground
 from onchip.models import builtin
-from onchip.parallel.simulate import LAYOUTS, TileVisit, Timeline
+from onchip.parallel.simulate import LAYOUTS, Step, Timeline
 
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
 UNITS |= {"µs": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600}
@@ -401,7 +401,7 @@ class TestRing:
                 choose(tab, f"ring-{name}", value)
             choose(tab, "ring-devices", devices)
             slide(tab, "ring-length", length)
-            step = TileVisit(
+            step = Step(
                 record.LENGTHS[length], record.DEVICES[devices], LAYOUTS[layout], True, bool(back)
             )
             line = Timeline(step, record.FABRICS[fabric])
