@@ -43,7 +43,7 @@ from benchmarks.accuracy_kernels import (
     cast_kernels,
     emulated,
     kernels,
-    narrow_kernels,
+    low_precision_kernels,
 )
 from onchip.cli.bench.gpu import sentence
 from onchip.cli.bench.harness import SHORT, Case, Row, Session
@@ -163,7 +163,7 @@ def _name(dtype: torch.dtype) -> str:
 def forward_rows(session: Session, question: Question) -> list[Row]:
     """8-bit kernels are given bf16."""
     question = replace(question)  # what a copy has computed goes with it
-    narrow = narrow_kernels() if question.dtype == HALF else ()
+    narrow = low_precision_kernels() if question.dtype == HALF else ()
     return served(session, question.rows, (*kernels(question.dtype), *narrow))
 
 
@@ -176,7 +176,7 @@ def sink_rows(session: Session, gap: int) -> list[Row]:
     family = Family(f"sink, gap {gap}", partial(sink, gap=gap))
     question = Question("sink", family, QUICK if session.quick else SINK, HALF)
     wide = (kernel for kernel in kernels(HALF) if kernel.name not in SLOW)
-    rows = served(session, question.rows, (*wide, *narrow_kernels(), *cast_kernels()))
+    rows = served(session, question.rows, (*wide, *low_precision_kernels(), *cast_kernels()))
     return [row | {"gap": gap} for row in rows]
 
 

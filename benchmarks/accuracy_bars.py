@@ -153,7 +153,7 @@ def with_sink(what: str, *kernels: str) -> Bar:
     return Bar(f"{what}: relative RMSE with a sink", chosen, None, 3.0, measure, "%")
 
 
-NARROW_BARS = (
+LOW_PRECISION_BARS = (
     published("fp8", 9.1e-3),
     published("int8", 5.5e-3),
     published("int8_pv16", 2e-3),
@@ -170,4 +170,4 @@ NARROW_BARS = (
     *(unbiased(name, "value", "RMSE") for name in OURS),
     *(unbiased(name, "lse_error", "error of lse") for name in OURS),
 )
-BARS = (*WIDE_BARS, *NARROW_BARS)
+BARS = (*WIDE_BARS, *LOW_PRECISION_BARS)

@@ -134,7 +134,7 @@ def gpu_kernels(dtype: torch.dtype) -> Iterator[Kernel]:
             yield Kernel("FA3, GPU", "peer", peers.fa3(), "cuda")
 
 
-def narrow_kernels() -> Iterator[Kernel]:
+def low_precision_kernels() -> Iterator[Kernel]:
     """Attention with 8-bit operands: recipes by their reference, and what a GPU adds."""
     for name, label in LABELS.items():
         yield emulated(label, RECIPES[name])

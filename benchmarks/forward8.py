@@ -26,7 +26,7 @@ LIMIT = 0.07
 Job = Callable[[], Tensor]
 
 
-def _narrow(row: Row) -> bool:
+def _is_low_precision(row: Row) -> bool:
     return row["bench"].endswith(("fp8", "int8", "int8_pv16")) and gpu.counts(row)
 
 
@@ -35,7 +35,9 @@ def _over_fa3(rows: list[Row]) -> float:
     return geomean([row["ratios"]["fa3 fp8"][0] for row in rows])
 
 
-BARS = (Bar("forward in 8 bits over FA3's FP8", _narrow, at_least=1.0, measure=_over_fa3),)
+BARS = (
+    Bar("forward in 8 bits over FA3's FP8", _is_low_precision, at_least=1.0, measure=_over_fa3),
+)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from benchmarks import counters
 from benchmarks.paper_claims import Claim, claims, verdict
 from onchip.cli.bench.harness import Bar, Case, Refused, Row, Session
-from onchip.cost import question
+from onchip.cost import make_problem
 
 PARTS = ("claims", "counters")
 # 16k tokens, 2,048 of hidden size; from 4,096 on keys and values of the heads at work fit the L2.
@@ -68,7 +68,7 @@ def counter_row(which: int) -> Row:
     """
     call = COUNTED[which]
     shape = {"batch": call.batch, "num_heads": call.num_heads, "head_dim": call.head_dim}
-    asked = question(call.seqlen, dtype=torch.bfloat16, causal=call.causal, **shape)
+    asked = make_problem(call.seqlen, dtype=torch.bfloat16, causal=call.causal, **shape)
     try:
         found = sum(kernel.hbm_bytes for kernel in counters.count(COUNTED)[which])
     except ValueError as error:

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import paper_runs as runs
 from onchip.core.problem import Problem
-from onchip.cost import footprint, question, roofline
+from onchip.cost import footprint, make_problem, roofline
 from onchip.cost.hardware import A100, H100, H200
 from onchip.kernels.tiles import HOPPER_FORWARD
 from onchip.lab import bounds, traffic
@@ -81,7 +81,7 @@ def claims() -> Iterator[Claim]:
 
 @cache
 def problem(seqlen: int = SEQLEN, head_dim: int = HEAD_DIM) -> Problem:
-    return question(seqlen, head_dim=head_dim, dtype=HALF)
+    return make_problem(seqlen, head_dim=head_dim, dtype=HALF)
 
 
 def both(algorithm: str, asked: Problem, chip: Chip) -> Traffic:
@@ -427,7 +427,7 @@ def _rescales(kernel: str) -> int:
 
 
 def speeds() -> Iterator[Claim]:
-    asked = question(16384, num_heads=8, head_dim=256, dtype=torch.bfloat16)
+    asked = make_problem(16384, num_heads=8, head_dim=256, dtype=torch.bfloat16)
     tflops = asked.flops / roofline.predict(asked, H200, "hopper").seconds / 1e12
     yield Claim(
         "speed", "forward on Hopper, at most", "FlashAttention-3, 2024", "TFLOP/s", 740, tflops,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from onchip.cli.bench.harness import Bar, Case, Refused, Row, Session
-from onchip.cost import question, roofline
+from onchip.cost import make_problem, roofline
 from onchip.cost.hardware import H200
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,7 +43,7 @@ def predicted(row: Row) -> Row:
     """
     backward, causal = row["pass"] == "backward", row["mask"] == "causal"
     shape = {name: row[name] for name in ("batch", "num_heads", "head_dim")}
-    asked = question(row["seqlen"], dtype=torch.bfloat16, causal=causal, **shape)
+    asked = make_problem(row["seqlen"], dtype=torch.bfloat16, causal=causal, **shape)
     asked = asked._replace(deterministic=row["bench"] == "deterministic")
     found = roofline.predict(asked, H200, "hopper", backward)
     pairs = row["seqlen"] ** 2 / (2 if causal else 1)

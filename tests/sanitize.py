@@ -19,7 +19,7 @@ import torch
 import onchip
 import onchip.testing as ot
 from onchip import masks
-from onchip.cost.prefixes import Costs
+from onchip.cost.prefixes import PrefixCosts
 from onchip.engine.sampler import LogitEdits, SamplingMetadata, sample
 from onchip.fold import cascade
 from onchip.kvcache import KVCache, Sequence, Spec
@@ -116,7 +116,7 @@ def paged(kernel: str, lengths: tuple[int, int], shape: dict) -> None:
         onchip.paged_attention(x.q, *pages, **queries, kernel=kernel, return_lse=True)
     table = pages.page_table[2:, :2].expand(3, -1)  # one page in common, one more that is not full
     seqlens = torch.full((3,), 17, dtype=torch.int32)
-    free = Costs(page=1, query=0, partial=0, level=0)
+    free = PrefixCosts(page=1, query=0, partial=0, level=0)
     plan = cascade.plan(table.cpu(), seqlens, 16, free).to(x.q.device)
     tables = table.contiguous(), seqlens.to(x.q.device)
     onchip.cascade_attention(x.q[:3, None], *pages[:2], *tables, plan=plan, kernel=kernel)

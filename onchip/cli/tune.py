@@ -80,7 +80,7 @@ class Table(NamedTuple):
         return dict(self.options).get("precision")
 
 
-def _narrow(name: str, precision: str) -> Table:
+def _low_precision_table(name: str, precision: str) -> Table:
     """Tiles of 8 bits are as wide as the blocks that share a scale, and consumers overlap one
     another: fields of tiles and of orders inside a consumer mean nothing there.
     """
@@ -96,9 +96,9 @@ HOPPER = (
     Table("HOPPER_FORWARD_MASK", "hopper", "forward", ("blocks",), teams=True),
     Table("HOPPER_BACKWARD", "hopper", "backward"),
     Table("HOPPER_SPLIT", "hopper", "backward", options=(("deterministic", True),)),
-    _narrow("HOPPER_EIGHT", "fp8"),
-    _narrow("HOPPER_INT8", "int8"),
-    _narrow("HOPPER_INT8_PV16", "int8_pv16"),
+    _low_precision_table("HOPPER_FP8", "fp8"),
+    _low_precision_table("HOPPER_INT8", "int8"),
+    _low_precision_table("HOPPER_INT8_PV16", "int8_pv16"),
 )
 TRITON = (
     Table("TRITON_MODIFIED", "triton", options=(("softcap", 30.0),), lengths=(2048,)),
@@ -116,8 +116,8 @@ WAYS = {"dkdv": "backward", "dq": "backward", "forward": "forward", "decode": "d
 def tables(capability: tuple[int, int]) -> tuple[Table, ...]:
     """Those whose rows a device of this capability uses."""
     hopper = HOPPER if capability == (9, 0) else ()
-    narrow = (Table("TRITON_SM80", "triton"),)
-    return (*hopper, *(TRITON_WIDE if capability[0] in (9, 10) else narrow), *TRITON)
+    sm80 = (Table("TRITON_SM80", "triton"),)
+    return (*hopper, *(TRITON_WIDE if capability[0] in (9, 10) else sm80), *TRITON)
 
 
 class Knob(NamedTuple):
@@ -167,7 +167,7 @@ def knobs(
 ) -> list[Knob]:
     """The rows to search; nothing chosen means everything. Rows for the gradient of a bias and for
     single queries in fp32 are left as they are, and the tables that serve paged calls alone
-    (TRITON_CHUNK, TRITON_EIGHT, HOPPER_FORWARD_PAGED) or the quantisation before a call
+    (TRITON_CHUNK, TRITON_KV8, HOPPER_FORWARD_PAGED) or the quantisation before a call
     (TRITON_ROTATE, TRITON_TRANSPOSE).
     """
     found = [Knob(t, key) for t in tables(capability) for key in getattr(tiles, t.name)]

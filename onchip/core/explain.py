@@ -19,7 +19,14 @@ from onchip.core.functional import attention, paged_attention, prepare_attention
 from onchip.core.problem import DeviceInfo, Options, Problem, Tensors, device_info, resolve_layout
 from onchip.cost import prefixes
 from onchip.cost.hardware import TABLE, Hardware, find, of_device
-from onchip.cost.roofline import Roofline, backward_ratio, bound, human_time, is_modelled, predict
+from onchip.cost.roofline import (
+    TimePrediction,
+    backward_ratio,
+    bound,
+    human_time,
+    is_modelled,
+    predict,
+)
 from onchip.cost.splits import first_key as _first_key
 from onchip.fold import cascade
 
@@ -80,7 +87,7 @@ class Explanation(NamedTuple):
     parts: tuple[ServedPart, ...] = ()  # of a mixed batch that is split
 
     @property
-    def roofline(self) -> Roofline | None:
+    def roofline(self) -> TimePrediction | None:
         """Of the forward: which resource is the bottleneck, and the predicted or the least time.
         None with a `precision`, for which target is no model.
         """
@@ -93,7 +100,7 @@ class Explanation(NamedTuple):
         return bound(p, self.hardware, self.flops, self.min_bytes + scratch_bytes)
 
     @property
-    def backward_roofline(self) -> Roofline | None:
+    def backward_roofline(self) -> TimePrediction | None:
         """Of the backward; None without a model of its kernels."""
         p, kernel, hardware = self.problem, self.plan.kernel, self.hardware
         if hardware is None or not is_modelled(p, hardware, kernel):
@@ -378,7 +385,7 @@ def _plan(
     problem: Problem,
     x: Tensors,
     lengths: Sequence[tuple[int, int]],
-    model: prefixes.Costs,
+    model: prefixes.PrefixCosts,
     max_levels: int = cascade.MAX_LEVELS,
 ) -> cascade.CascadePlan | None:
     """The cascade of the call. None if a sequence has more queries than keys: then its tables
@@ -399,7 +406,7 @@ def _sharing(
     lengths: Sequence[tuple[int, int]],
     pages: PageReads,
     shared: cascade.CascadePlan,
-    model: prefixes.Costs,
+    model: prefixes.PrefixCosts,
 ) -> PrefixSharing:
     moved = prefixes.moved(x.q, x.k, x.v)
     runs = sum(g.stop - g.start for level in shared.levels for g in level.groups)

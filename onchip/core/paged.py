@@ -64,8 +64,8 @@ def autocast_queries(q: Tensor, k_pages: Tensor) -> Tensor:
     is_double = torch.float64 in (q.dtype, k_pages.dtype)
     if is_double or not is_autocast(q):
         return q
-    eight = k_pages.dtype in kv8.LARGEST
-    return q.to(torch.get_autocast_dtype(q.device.type) if eight else k_pages.dtype)
+    is_kv8 = k_pages.dtype in kv8.MAX_VALUES
+    return q.to(torch.get_autocast_dtype(q.device.type) if is_kv8 else k_pages.dtype)
 
 
 def _check_queries(x: Tensors, max_seqlen_q: int | None) -> tuple[int, int]:
@@ -104,11 +104,11 @@ def _check_pages(x: Tensors, batch: int) -> None:
 def _check_dtypes(x: Tensors) -> None:
     """Check that pages have q's dtype, or 8 bits and scales."""
     scales = {"k_scales": x.k_scales, "v_scales": x.v_scales}
-    eight = [t.dtype in kv8.LARGEST for t in (x.k, x.v)]
-    if not any(eight) and all(t is None for t in scales.values()):
+    is_kv8 = [t.dtype in kv8.MAX_VALUES for t in (x.k, x.v)]
+    if not any(is_kv8) and all(t is None for t in scales.values()):
         return check_agreement(*x[:3])
-    if not all(eight) or x.k.dtype != x.v.dtype:
-        formats = " or ".join(map(str, kv8.LARGEST))
+    if not all(is_kv8) or x.k.dtype != x.v.dtype:
+        formats = " or ".join(map(str, kv8.MAX_VALUES))
         raise ValueError(
             f"k_scales and v_scales belong to pages that are both {formats}, got k_pages"
             f" {x.k.dtype} and v_pages {x.v.dtype}"

@@ -26,10 +26,10 @@ from onchip.masks.deferred import DeferredMask
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# The operands of the forward's two matrix products. None: q, k and v as given. A name of NARROW: a
-# recipe of onchip/quant/recipes.py. "auto": FP8 where a GPU is faster with it.
-NARROW = ("fp8", "int8", "int8_pv16")
-PRECISIONS = (None, *NARROW, "auto")
+# The operands of the forward's two matrix products. None: q, k and v as given. A name of
+# LOW_PRECISIONS: a recipe of onchip/quant/recipes.py. "auto": FP8 where a GPU is faster with it.
+LOW_PRECISIONS = ("fp8", "int8", "int8_pv16")
+PRECISIONS = (None, *LOW_PRECISIONS, "auto")
 Window = tuple[int | None, int | None]
 
 

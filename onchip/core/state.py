@@ -7,12 +7,14 @@ any number of workers. At rest (normalised) a state is `(out, lse)` with out = a
 log(l). All other code of this package only decides which keys are folded in next.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+_Tile = TypeVar("_Tile")
 
 
 class State(NamedTuple):
@@ -46,6 +48,37 @@ def merge(a: State, b: State) -> State:
     pivot = _pivot(m)
     wa, wb = torch.exp(a.m - pivot), torch.exp(b.m - pivot)
     return State(m, a.l * wa + b.l * wb, a.acc * wa[..., None] + b.acc * wb[..., None])
+
+
+def fold_tiles(
+    q: Tensor,
+    head_dim_v: int,
+    tiles: Iterable[_Tile],
+    score: Callable[[_Tile], Tensor],
+    add_values: Callable[[Tensor, Tensor, _Tile], Tensor],
+    with_weighted: bool = False,
+) -> tuple[State, Tensor | None]:
+    """The online softmax of the rows of q (..., rows, head_dim) over tiles of keys, one at a time.
+
+    score(tile) gives s (..., rows, keys), -inf where masked; add_values(acc, p, tile) gives acc + p
+    @ v. Returns the state and, if with_weighted, the sum of exp(s - m) * s, from which the entropy
+    follows.
+    """
+    m = q.new_full(q.shape[:-1], -inf)
+    l, acc = torch.zeros_like(m), q.new_zeros(*q.shape[:-1], head_dim_v)
+    weighted = torch.zeros_like(m) if with_weighted else None
+    for tile in tiles:
+        s = score(tile)
+        m_new = torch.maximum(m, s.amax(-1))
+        pivot = _pivot(m_new)
+        alpha = torch.exp(m - pivot)
+        p = torch.exp(s - pivot[..., None])
+        l = l * alpha + p.sum(-1)
+        if weighted is not None:
+            weighted = weighted * alpha + (p * s.masked_fill(p == 0, 0.0)).sum(-1)
+        acc = add_values(acc * alpha[..., None], p, tile)
+        m = m_new
+    return State(m, l, acc), weighted
 
 
 def finalize(state: State) -> tuple[Tensor, Tensor]:

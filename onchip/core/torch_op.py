@@ -62,7 +62,7 @@ from onchip.core.problem import (
     prepare,
     resolve_layout,
 )
-from onchip.kernels.runtime.replay import MAX_TAPES, replayed
+from onchip.kernels.runtime.replay import MAX_RECORDINGS, replay_or_run
 from onchip.masks import deferred
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.deferred import DeferredMask, DeferredRule, is_number
@@ -119,7 +119,7 @@ def _with_wide_out(call: CachedCall) -> CachedCall:
     return (
         CachedCall(wide)
         if cache is None
-        else insert_bounded(cache, key, CachedCall(wide, {}), MAX_TAPES)
+        else insert_bounded(cache, key, CachedCall(wide, {}), MAX_RECORDINGS)
     )
 
 
@@ -452,7 +452,7 @@ def run(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
     """Compute a call without gradient and without the op. For callers with their own autograd."""
     check_values(call.problem, x)
     paged.check_values(call.problem, x)
-    return replayed(_compute, call, x, kernel)
+    return replay_or_run(_compute, call, x, kernel)
 
 
 def get_merge_fn(call: CachedCall, x: Tensors, kernel: str | None) -> MergeFn | None:
@@ -500,7 +500,7 @@ def run_backward(
     dlse: Tensor | None,
 ) -> Grads:
     """The gradients of a call. out and lse: see core/backend.py."""
-    return replayed(_compute_backward, call, x, kernel, out, lse, dout.contiguous(), dlse)
+    return replay_or_run(_compute_backward, call, x, kernel, out, lse, dout.contiguous(), dlse)
 
 
 def _compute_backward(

@@ -1,8 +1,8 @@
-"""Predicted costs: the bytes and FLOPs of a call, its on-chip memory, its time on a device, and the
-choices (splits, shared prefixes) that follow from these.
+"""Cost models: the bytes and FLOPs of a call, its on-chip footprint, its predicted time on a
+device, and the choices (splits, shared prefixes) made by them.
 """
 
 from . import footprint, hardware, prefixes, roofline, splits
-from .question import question
+from .question import make_problem
 
-__all__ = ["footprint", "hardware", "prefixes", "question", "roofline", "splits"]
+__all__ = ["footprint", "hardware", "make_problem", "prefixes", "roofline", "splits"]

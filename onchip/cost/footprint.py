@@ -1,13 +1,13 @@
-"""What a program of our kernels holds on the chip: buffers of shared memory and registers, from the
-tile tables alone. Tests compile the kernels and compare with what the compiler allocated.
+"""On-chip footprint of one program of each kernel: shared-memory buffers and registers, computed
+from the tile tables. Tests compile the kernels and compare with the compiler's allocation.
 """
 
 from dataclasses import dataclass
 
 from onchip.cost.hardware import Hardware
 from onchip.kernels.tiles import (
-    HOPPER_DECODE_EIGHT_REGISTERS,
-    HOPPER_DECODE_EIGHT_STAGES,
+    HOPPER_DECODE_KV8_REGISTERS,
+    HOPPER_DECODE_KV8_STAGES,
     HOPPER_DECODE_STAGES,
     HOPPER_DECODE_STAGES_DENSE,
     HOPPER_UNROUNDED_WIDTH,
@@ -19,18 +19,18 @@ from onchip.kernels.tiles import (
 
 BARRIER = 8  # bytes
 FP32 = 4
-WORK_ITEM = 2 * 4  # bytes
-RESERVED = 1024  # bytes that CUDA takes for every program from capability 8.0 on
-PREFETCH_STAGES = 8  # tiles whose page ids are fetched ahead
-# The compiler hands values that warps share to those that it starts, through shared memory: 290 to
-# 700 bytes by the options of a call (Triton 3.6 and 3.9). No table says how many.
+WORK_ITEM = 2 * 4  # bytes of a work-queue stage
+RESERVED = 1024  # bytes that CUDA reserves per program from capability 8.0 on
+PREFETCH_STAGES = 8  # tiles for which page ids are prefetched
+# The compiler passes values that warps share to the warps it starts, through shared memory: 290 to
+# 700 bytes, depending on the options of a call (Triton 3.6 and 3.9). No table lists it.
 HANDED_OVER = 1024
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """One program: bytes of each buffer, barriers, threads, and registers of a thread as it is
-    launched. Warps of different roles divide those among them later.
+    """One program: bytes of each buffer, barriers, threads, and registers per thread at launch.
+    Warps of different roles redistribute the registers later.
     """
 
     buffers: dict[str, int]
@@ -41,7 +41,7 @@ class Footprint:
 
     @property
     def shared_bytes(self) -> int:
-        """Beside what the compiler adds: HANDED_OVER at most."""
+        """Without the compiler's own part, which is at most HANDED_OVER."""
         return sum(self.buffers.values()) + BARRIER * self.barriers
 
     @property
@@ -49,7 +49,7 @@ class Footprint:
         return 4 * self.threads * self.registers
 
     def programs(self, hardware: Hardware) -> int:
-        """How many of them a processor holds at a time."""
+        """Programs that a processor holds at a time."""
         by_registers = 4 * hardware.registers // self.register_bytes
         by_shared = (hardware.shared_bytes + RESERVED) // (self.shared_bytes + RESERVED)
         return max(1, min(by_registers, by_shared))
@@ -63,9 +63,9 @@ def hopper_forward(
     page_size: int = 0,
     packed: bool = False,
 ) -> Footprint:
-    """width, width_v: head dims as padded; wide: the output leaves unrounded, and from registers if
-    shared memory has no space. A work item names the tile of queries; for packed or paged sequences
-    also their offsets and lengths.
+    """width, width_v: head dims as padded. wide: the output is unrounded, and is stored from
+    registers if it does not fit shared memory. A work-queue entry names its tile of queries, and
+    for packed or paged sequences also their first token.
     """
     rows, n = 64 * config.consumers, config.tile_n
     buffers = {
@@ -81,46 +81,44 @@ def hopper_forward(
         buffers["page ids"] = 4 * PREFETCH_STAGES * max(1, n // page_size)
     buffers["work queue"] = WORK_ITEM * (6 if packed or page_size else 3)
     rings = config.q_stages * config.consumers + 2 * config.num_stages + 2
-    barriers = 2 * rings + config.consumers  # full and empty; and whose turn it is
+    barriers = 2 * rings + config.consumers  # full and empty, and one per consumer for pingpong
     if config.named_barriers:
-        barriers -= config.num_stages  # those of empty keys are not memory
+        barriers -= config.num_stages  # named barriers for empty key stages take no memory
     return Footprint(buffers, barriers, *_threads(config, config.consumers))
 
 
 def _threads(
     config: HopperConfig | HopperBackwardConfig | HopperSplitConfig, consumers: int
 ) -> tuple[int, int, tuple[tuple[int, int], ...]]:
-    """Registers are divided by warpgroups: the warp that loads has one to itself."""
+    """Registers are allocated per warpgroup: the producer warp has one warpgroup of its own."""
     roles = ((128 * consumers, config.consumer_regs), (128, config.producer_regs))
     return 128 * (consumers + 1), config.entry_regs, roles
 
 
-def hopper_decode(width: int, page_size: int = 0, eight: bool = False) -> Footprint:
-    """Few queries, of this sequence and of the next: tiles of 64 keys in flight, and the states of
-    four warps that are merged. eight: pages are of 8 bits.
+def hopper_decode(width: int, page_size: int = 0, kv8: bool = False) -> Footprint:
+    """Few queries, of this sequence and of the next: stages of 64 keys in flight, and the states of
+    four warps that are merged. kv8: pages are 8-bit.
     """
     stages = (HOPPER_DECODE_STAGES if page_size else HOPPER_DECODE_STAGES_DENSE)[width]
-    stages = HOPPER_DECODE_EIGHT_STAGES if eight else stages
-    tiles = stages * 64 * width * (1 if eight else 2)
+    stages = HOPPER_DECODE_KV8_STAGES if kv8 else stages
+    tiles = stages * 64 * width * (1 if kv8 else 2)
     buffers = {"k": tiles, "v": tiles}
-    if eight:
+    if kv8:
         buffers["scales"] = FP32 * 2 * stages * 64
     buffers["q"] = 2 * 2 * 16 * width
     buffers["exchange"] = FP32 * 4 * 16 * (width + 2)
     if page_size:
         parts = 64 // min(64, page_size)
-        buffers["page ids"] = (
-            4 * PREFETCH_STAGES * (parts + 1)
-        )  # and the sequence that each tile is of
-        buffers["lengths"] = 4 * 32  # of sequences; larger batches have 256 or 2,048
-    registers = HOPPER_DECODE_EIGHT_REGISTERS if eight else 255
+        buffers["page ids"] = 4 * PREFETCH_STAGES * (parts + 1)  # and the sequence of each tile
+        buffers["lengths"] = 4 * 32  # of 32 sequences; larger batches have 256 or 2,048
+    registers = HOPPER_DECODE_KV8_REGISTERS if kv8 else 255
     return Footprint(buffers, 2 * stages + 1, 160, registers)
 
 
 def hopper_backward(
     config: HopperBackwardConfig, width: int, with_dq: bool = True, dynamic: bool = True
 ) -> Footprint:
-    """dk and dv, and dq unless it has a kernel of its own: then ds is not exchanged."""
+    """dk and dv, and dq unless a separate kernel computes it: then ds is not exchanged."""
     m, n = config.tile_m, config.tile_n
     buffers = {
         "q": 2 * config.q_stages * m * width,
@@ -144,8 +142,9 @@ def hopper_backward_split(
     values: bool = False,
     dynamic: bool = True,
 ) -> Footprint:
-    """One gradient in a kernel of its own: dq, (keys) dk, or (keys and values) dv, which needs one
-    matrix of its own rows less. lse and delta stream by with queries, or are the own rows'.
+    """One gradient in a separate kernel: dq, dk (keys), or dv (keys and values), which needs one
+    matrix of own rows less. With keys, lse and delta stream by with the queries; otherwise they
+    belong to the own rows.
     """
     own = 2 * 2 * 64 * width
     buffers = {"a0": own} | ({} if values else {"a1": own})
@@ -161,9 +160,10 @@ def hopper_backward_split(
 
 
 def triton(kernel: str, config: TritonConfig, dim: int) -> Footprint:
-    """forward, dkdv or dq of 16-bit inputs on compute capability 9, without a block mask or more
-    than scaling; dim: head_dim as padded. The own rows stay, those of the other side come in
-    num_stages buffers; lse and delta are read one stage later than their rows.
+    """forward, dkdv or dq of 16-bit inputs on compute capability 9, without a block mask and
+    without score options; dim: head_dim as padded. The program's own rows stay in shared memory,
+    rows of the other side have num_stages buffers; lse and delta are read one stage later than
+    their rows.
     """
     own, other = 2 * config.tile_m * dim, 2 * config.tile_n * dim
     stages, threads = config.num_stages, 32 * config.num_warps

@@ -1,5 +1,5 @@
-"""What devices can do at best: memories and units of each, as published, every figure with its
-source; and the same of a device that no table has, as torch tells it.
+"""Peak rates and memories of devices as published, every figure with its source; for devices not in
+the table, from torch's device properties.
 """
 
 import re
@@ -14,8 +14,8 @@ from onchip.core.problem import DeviceInfo
 KB, MB, GB = 1 << 10, 1 << 20, 10**9  # HBM is sold in decimal gigabytes, all else in binary ones
 
 
-class Level(NamedTuple):
-    """A memory of a device. On-chip levels are summed over the processors; None: not published."""
+class MemoryLevel(NamedTuple):
+    """One memory. On-chip levels are summed over the processors; None: not published."""
 
     name: str
     size_bytes: int
@@ -24,33 +24,33 @@ class Level(NamedTuple):
     source: str
 
 
-@dataclass(frozen=True, eq=False)  # each is one of a kind, so that choices are cached by it
+@dataclass(frozen=True, eq=False)  # compared by identity: choices are cached per object
 class Hardware:
-    """One device. Rates are of one processor and one clock; levels run from the largest memory to
-    the smallest. clock_hz is the one that the published peak is stated for. stream_bytes_s is what
-    kernels that do nothing but read reach of the memory, again_bytes_s the same of keys that
-    another program reads as well, where that was measured.
+    """One device. Rates are per processor and clock; levels are ordered from the largest memory to
+    the smallest. clock_hz is the clock of the published peak. stream_bytes_s: bandwidth that
+    kernels reach that only read memory. again_bytes_s: the same for keys that another program reads
+    as well, if it was measured.
 
-    call_s: what a call over few queries takes beside reading: the launch, the time until the first
-    keys arrive, and that between the first program that ends and the last; so that the shortest
-    call of benchmarks/results/h200-paged.json is met. merge_s: of a merge that is launched behind
-    it, on an H200 2 us to begin and 3 us to run (docs/notebook.md, decoding on Hopper). Other GPUs
-    are taken to need as long.
+    call_s: time of a call over few queries besides reading: the launch, the time until the first
+    keys arrive, and the time between the first program's end and the last one's. It is chosen to
+    match the shortest call of benchmarks/results/h200-paged.json. merge_s: time of a merge launched
+    after it, on an H200 2 us to begin and 3 us to run (docs/notebook.md, decoding on Hopper). Other
+    GPUs are assumed to take as long.
     """
 
     name: str
     processors: int
     clock_hz: float
-    levels: tuple[Level, ...]
-    tensor_flops: dict[str, int]  # dense, by the name of the type
-    exps: int  # of the unit for exp2
-    lanes: int  # fp32 operations, a multiply-add is one
-    shared_bytes: int  # of one program, at most
+    levels: tuple[MemoryLevel, ...]
+    tensor_flops: dict[str, int]  # dense, by the name of the dtype
+    exps: int  # exponentials of the exp2 unit
+    lanes: int  # fp32 operations; a multiply-add is one
+    shared_bytes: int  # most shared memory of one program
     source: str
     capability: tuple[int, int] | None = None  # CUDA's
     shared_rate: int = 128  # bytes
     registers: int = 65536  # of 32 bits
-    launch_s: float = 2.5e-6  # of a kernel in a graph; assumed, neither measured nor looked up
+    launch_s: float = 2.5e-6  # one kernel in a graph; assumed, neither measured nor looked up
     stream_bytes_s: float | None = None
     again_bytes_s: float | None = None
     call_s: float = 7.5e-6
@@ -58,12 +58,12 @@ class Hardware:
 
     @property
     def as_device(self) -> DeviceInfo:
-        """What kernels are asked with about such a device."""
+        """The DeviceInfo with which kernels' supports() is called for such a device."""
         return DeviceInfo("cuda", self.name, self.capability)
 
     @property
-    def memory(self) -> Level:
-        """The one that tensors live in."""
+    def memory(self) -> MemoryLevel:
+        """The memory that holds tensors."""
         return self.levels[0]
 
     @property
@@ -73,25 +73,27 @@ class Hardware:
 
     @property
     def repeated_bytes_s(self) -> float:
-        """Of what was read a moment ago: as measured, else the L2's, else the memory's."""
+        """Bandwidth of data that was read a moment ago: as measured, else the L2's, else the
+        memory's.
+        """
         cache = self.levels[1].bytes_s if len(self.levels) > 1 else None
         return self.again_bytes_s or cache or self.memory_bytes_s
 
     @property
     def is_known(self) -> bool:
-        """Whether there is more than the memory: a row of the table."""
+        """Whether compute rates are known, not only the memory: a row of the table."""
         return self.clock_hz > 0
 
     def flops(self, dtype: torch.dtype) -> float:
-        """Of all tensor cores in a second; fp32, which must stay IEEE, runs on the lanes."""
+        """Operations of all tensor cores per second; IEEE fp32 runs on the lanes."""
         return self.processors * self.clock_hz * self.flops_clock(dtype)
 
     def flops_clock(self, dtype: torch.dtype) -> int:
-        """Of one processor in a clock."""
+        """Operations of one processor per clock."""
         return self.tensor_flops.get(_name(dtype), 2 * self.lanes)
 
     def has_tensor(self, dtype: torch.dtype) -> bool:
-        """Whether tensor cores take the products, not the lanes."""
+        """Whether tensor cores compute products of this dtype, not the lanes."""
         return _name(dtype) in self.tensor_flops
 
     @property
@@ -99,7 +101,7 @@ class Hardware:
         return self.processors * self.clock_hz * self.exps
 
     def ridge(self, dtype: torch.dtype) -> float:
-        """Operations for each byte of memory traffic, below which memory sets the pace."""
+        """Operations per byte of memory traffic below which memory is the limit."""
         return self.flops(dtype) / (self.memory.bytes_s or float("inf"))
 
 
@@ -110,8 +112,8 @@ def _name(dtype: torch.dtype) -> str:
 # Latencies of A100 and Hopper in clocks: attributed to Luo et al., arXiv 2402.13499 (their Hopper
 # is an H800), but written from memory and not checked against it. No prediction uses them; `onchip
 # doctor --measure` measures them on a GPU. Shared memory: 32 banks of 4 bytes a clock. Registers:
-# the three operands of a multiply-add on every lane, which take none of the time. L2 of an A100:
-# 5,120 bytes a clock (NVIDIA A100 whitepaper); Hopper's was not published: taken to be the same.
+# the three operands of a multiply-add on every lane. L2 of an A100: 5,120 bytes a clock (NVIDIA
+# A100 whitepaper); Hopper's was not published: assumed to be the same.
 _LUO = "after Luo et al., arXiv 2402.13499, unchecked"
 _L2_CLOCK = 5120
 _HOPPER_CLOCKS = (478.8, 263.0, 29.0)
@@ -127,9 +129,9 @@ def _levels(
     lanes: int,
     clock_hz: float,
     clocks: tuple[float | None, float | None, float | None],
-) -> tuple[Level, ...]:
+) -> tuple[MemoryLevel, ...]:
     """HBM, L2, shared memory and registers, from (size, bytes a second, source) of the first two,
-    and from what a processor has of the others; clocks are the latencies of the first three.
+    and from the sizes per processor of the others; clocks are the latencies of the first three.
     """
     seconds = lambda n: None if n is None else n / clock_hz
     hbm, cache, shared = map(seconds, clocks)
@@ -137,10 +139,10 @@ def _levels(
     bank = "32 banks of 4 bytes a clock"
     fma = "three operands of a multiply-add on every lane and clock"
     return (
-        Level("HBM", memory[0], memory[1], hbm, memory[2]),
-        Level("L2", l2[0], l2[1], cache, l2[2]),
-        Level("shared memory", processors * shared_bytes, 128 * rate, shared, bank),
-        Level("registers", processors * 65536 * 4, 12 * lanes * rate, 1 / clock_hz, fma),
+        MemoryLevel("HBM", memory[0], memory[1], hbm, memory[2]),
+        MemoryLevel("L2", l2[0], l2[1], cache, l2[2]),
+        MemoryLevel("shared memory", processors * shared_bytes, 128 * rate, shared, bank),
+        MemoryLevel("registers", processors * 65536 * 4, 12 * lanes * rate, 1 / clock_hz, fma),
     )
 
 
@@ -169,7 +171,7 @@ _HOPPER = {
     "shared_bytes": 227 * KB,
     "capability": (9, 0),
 }
-_H_L2 = (50 * MB, _L2_CLOCK * 1.83e9, "taken to be as wide as that of an A100")
+_H_L2 = (50 * MB, _L2_CLOCK * 1.83e9, "assumed to be as wide as that of an A100")
 _H_REST = (132, 228 * KB, 128, 1.83e9, _HOPPER_CLOCKS)
 H100 = Hardware(
     "NVIDIA H100",
@@ -181,9 +183,9 @@ H200 = Hardware(
     "NVIDIA H200",
     levels=_levels((141 * GB, 4.8e12, "NVIDIA H200 SXM datasheet"), _H_L2, *_H_REST),
     source=f"NVIDIA H200 datasheet (2023), an H100 with other memory; latencies: {_LUO}",
-    # Both of benchmarks/results/h200-paged.json; tests compare. Decoding over pages; and in one
-    # call of 64 sequences that share 8,192 or 32,768 keys: of its 259 and 1,030 us all but 32 and
-    # 54 us are for keys that are read again.
+    # Both from benchmarks/results/h200-paged.json; tests compare. Decoding over pages; and one call
+    # of 64 sequences that share 8,192 or 32,768 keys: of its 259 and 1,030 us all but 32 and 54 us
+    # are repeated reads of the same keys.
     stream_bytes_s=4.5e12,
     again_bytes_s=8.6e12,
     **_HOPPER,
@@ -211,7 +213,7 @@ HOST = Hardware(
     "CPU",
     processors=1,
     clock_hz=0.0,
-    levels=(Level("memory", 0, 5e9, None, "measured: keys of a paged call"),),
+    levels=(MemoryLevel("memory", 0, 5e9, None, "measured: keys of a paged call"),),
     tensor_flops={},
     exps=0,
     lanes=0,
@@ -225,8 +227,8 @@ HOST = Hardware(
 
 @lru_cache(maxsize=16)
 def of_device(device: torch.device) -> Hardware | None:
-    """The row of a GPU, or one of what torch tells about it; None for other devices, whose memory
-    `onchip doctor --measure` measures.
+    """The row of a GPU, or one made from torch's device properties; None for other devices, the
+    memory of which `onchip doctor --measure` measures.
     """
     if device.type != "cuda":
         return None
@@ -235,45 +237,48 @@ def of_device(device: torch.device) -> Hardware | None:
 
 @lru_cache(maxsize=16)
 def planned_for(device: torch.device) -> Hardware:
-    """What choices count with, which must be made on every device: one that nobody knows is taken
-    for an H200, with as many processors as it has.
+    """The hardware that choices are made for; every device needs one. An unknown GPU is treated as
+    an H200 with its own number of processors.
     """
     if device.type == "cpu":
         return HOST
-    found = of_device(device)
-    if found is not None or device.type != "cuda":
-        return found or H200
+    hardware = of_device(device)
+    if hardware is not None or device.type != "cuda":
+        return hardware or H200
     count = torch.cuda.get_device_properties(device).multi_processor_count
     return replace(H200, processors=count)
 
 
 def of_properties(about) -> Hardware | None:
-    """The row of a device's name, if it is that variant: an A100 of 40 GB or an H100 for PCIe has
-    other memory or fewer processors. (Drivers count a few per cent more bytes than are sold.)
+    """The row of a device's name, if the device is that variant: an A100 of 40 GB or an H100 for
+    PCIe has other memory or fewer processors. (Drivers report a few per cent more bytes than the
+    label.)
     """
     row = find(about.name)
     if row is None or row.processors != about.multi_processor_count:
         return from_properties(about)
-    is_sold_so = 0.9 < about.total_memory / row.memory.size_bytes < 1.15
-    return row if is_sold_so else from_properties(about)
+    same_memory = 0.9 < about.total_memory / row.memory.size_bytes < 1.15
+    return row if same_memory else from_properties(about)
 
 
 def find(name: str) -> Hardware | None:
-    """The row whose model is a word of a name ("H200", "NVIDIA A100-SXM4-80GB"; not "GH200")."""
+    """The row with a model that is a word of the name ("H200", "NVIDIA A100-SXM4-80GB"; not
+    "GH200").
+    """
     models = ((row.name.removeprefix("NVIDIA "), row) for row in TABLE)
     return next((row for model, row in models if re.search(rf"\b{model}\b", name)), None)
 
 
 def from_properties(about) -> Hardware | None:
-    """Of a device that the table has not: its memory alone, two transfers a clock over the width of
-    the bus; None where torch does not tell.
+    """A device that is not in the table: only its memory, two transfers a clock over the width of
+    the bus; None if torch does not report these.
     """
     bytes_s = 2e3 * getattr(about, "memory_clock_rate", 0)
     bytes_s *= getattr(about, "memory_bus_width", 0) / 8
     if not bytes_s:
         return None
     source = "torch.cuda.get_device_properties"
-    memory = Level("memory", about.total_memory, bytes_s, None, source)
+    memory = MemoryLevel("memory", about.total_memory, bytes_s, None, source)
     unknown = {"clock_hz": 0.0, "tensor_flops": {}, "exps": 0, "lanes": 0, "shared_bytes": 0}
     return Hardware(
         about.name, about.multi_processor_count, levels=(memory,), source=source, **unknown

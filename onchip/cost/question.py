@@ -1,4 +1,4 @@
-"""A Problem out of sizes, without tensors."""
+"""A Problem from sizes, without tensors."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from onchip.core.problem import Options, Problem, Tensors, describe
 from onchip.masks import BlockMask
 
 
-def question(
+def make_problem(
     seqlen_q: int,
     seqlen_k: int | None = None,
     *,

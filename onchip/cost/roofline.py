@@ -1,14 +1,16 @@
-"""How long a call takes, and what of the device sets the pace.
+"""Predicted time of a call, and the unit of the device that limits it.
 
-At best each unit alone: bytes over bandwidth, operations over the rate of the tensor cores,
-exponentials over the rate of their unit; the longest of them binds. What a kernel reaches of that
-follows from its pipeline. Consumers (warpgroups of 64 rows) go round the units of a processor, one
-tile after another: tensor cores, exp unit and lanes, shared memory. That is a closed queueing
-network, whose throughput mean value analysis gives (Reiser and Lavenberg, 1980) from nothing but
-how long a tile needs each unit. With one consumer, or if they meet in every tile, nothing overlaps;
-with many the slowest unit is never idle. No factor was fitted, but what counts as a unit, a step or
-a meeting was decided with measurements of an H200 in view: docs/benchmarks.md says what held there,
-and what did not where nobody had looked. Short calls take longer than this says.
+Lower bound: each unit alone, that is bytes over bandwidth, operations over the rate of the tensor
+cores, exponentials over the rate of their unit; the longest of them is the bound. How much of it a
+kernel reaches follows from its pipeline. Consumers (warpgroups of 64 rows) use the units of a
+processor in turn, one tile after another: tensor cores, exp unit and lanes, shared memory. That is
+a closed queueing network; mean value analysis gives its throughput (Reiser and Lavenberg, 1980)
+from the time that a tile needs on each unit. With one consumer, or if consumers synchronise in
+every tile, nothing overlaps; with many the slowest unit is never idle.
+
+No factor was fitted. But the choice of units, steps and synchronisations was made with measurements
+of an H200 in view: docs/benchmarks.md says which predictions held, also for cases that were not
+looked at before. Short calls take longer than predicted.
 """
 
 import math
@@ -30,24 +32,26 @@ from onchip.kernels.tiles import (
 )
 
 HBM, TENSOR, EXP, SHARED, LAUNCH = "HBM", "tensor cores", "exp unit", "shared memory", "launch"
-LANES = "fp32 lanes"  # which take the products that no tensor core has
-# fp32 operations of a score beside its exponential. Forward: scaled and shifted by one multiply-
-# add, maximum, sum, half of an instruction that rounds two. Backward: the same multiply-add,
-# dp - delta, times p, and both p and ds rounded; for dv alone p.
+LANES = "fp32 lanes"  # compute the products of dtypes that tensor cores lack
+# fp32 operations per score besides its exponential. Forward: scaled and shifted by one
+# multiply-add, maximum, sum, half of an instruction that rounds two. Backward: the same
+# multiply-add, dp - delta, times p, and both p and ds rounded; for dv only p.
 FORWARD_OPS, BACKWARD_OPS, VALUE_OPS = 3.5, 4.0, 1.5
-MASK_OPS = 4.0  # where the key stands, two comparisons, a choice
-GRADIENT_ROWS = 128  # own rows of a program of the backward kernels
+MASK_OPS = 4.0  # the key's position, two comparisons, a select
+GRADIENT_ROWS = 128  # own rows per program of the backward kernels
 
 
-class Step(NamedTuple):
-    """What one consumer does with one tile: clocks of each unit of its processor."""
+class TileStep(NamedTuple):
+    """The work of one consumer on one tile: clocks on each unit of its processor."""
 
     tensor: float
     softmax: float
     shared: float
 
     def response(self, consumers: int) -> float:
-        """Clocks from the start of a consumer's step to its end, when so many share the units."""
+        """Clocks from the start of a consumer's step to its end, if so many consumers share the
+        units.
+        """
         waiting = [0.0] * len(self)
         spent = [0.0]
         for number in range(1, consumers + 1):
@@ -56,13 +60,13 @@ class Step(NamedTuple):
         return sum(spent)
 
 
-class Pace(NamedTuple):
-    """What the program of a kernel does: its tiles of own rows, one after another, each `counts` of
-    steps long. masked: clocks of a masked step's further operations. exposed: clocks of moving own
-    rows that no other tile hides. lockstep: consumers meet in every step.
+class PipelineModel(NamedTuple):
+    """The pipeline of a kernel's program: its tiles of own rows, one after another, each `counts`
+    steps long. masked: extra clocks of a masked step. exposed: clocks of moving own rows that no
+    other tile hides. lockstep: consumers synchronise in every step.
     """
 
-    step: Step
+    step: TileStep
     consumers: int
     counts: Tensor  # steps of each tile of own rows of one plane
     planes: int
@@ -71,8 +75,8 @@ class Pace(NamedTuple):
     lockstep: bool = False
 
     def clocks(self, processors: int) -> float:
-        """From the first program's start to the last one's end. A tile takes one step more than it
-        has: its first scores and its last product overlap with nothing of its own.
+        """Clocks from the first program's start to the last one's end. A tile takes one step more
+        than its count: its first scores and its last product overlap with nothing of the same tile.
         """
         if not self.counts.numel():
             return 0.0
@@ -88,14 +92,14 @@ class Pace(NamedTuple):
         return self.step.response(self.consumers)
 
     def busy(self, unit: str, processors: int) -> float:
-        """Clocks that a unit works, if it never waits."""
+        """Clocks that a unit works, without waiting."""
         need = {TENSOR: self.step.tensor, EXP: self.step.softmax, SHARED: self.step.shared}[unit]
         return float(self.counts.sum()) * self.planes * self.consumers * need / processors
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One kernel: seconds that each resource would need alone, and that it takes in all."""
+    """One kernel: seconds that each resource would need alone, and the predicted seconds."""
 
     name: str
     alone: dict[str, float]
@@ -103,8 +107,10 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Roofline:
-    """A call on a device. modelled: with the kernel's pipeline; else the units' best, a bound."""
+class TimePrediction:
+    """A call on a device. modelled: by the kernel's pipeline; otherwise a lower bound from peak
+    rates.
+    """
 
     hardware: Hardware
     phases: tuple[Phase, ...]
@@ -140,25 +146,26 @@ def predict(
     kernel: str = "",
     backward: bool = False,
     density: float = 1.0,
-) -> Roofline:
-    """A call served by `kernel`; density: of a block mask. Pipelines of other kernels than
-    Hopper's are not modelled, nor are packed sequences, pages and few queries: see `bound`.
+) -> TimePrediction:
+    """Predict a call that `kernel` serves. density: of a block mask. Only Hopper's pipelines are
+    modelled, and not for packed sequences, pages and few queries: these get the lower bound of
+    `bound`.
     """
     if not 0.0 <= density <= 1.0:
-        raise ValueError(f"{density=} must lie between 0 and 1")
+        raise ValueError(f"{density=} must be between 0 and 1")
     if not is_modelled(problem, hardware, kernel):
         ratio = backward_ratio(problem) if backward else 1
         memory_bytes = (2 if backward else 1) * problem.min_bytes
         flops = round(ratio * density * problem.flops)
         return bound(problem, hardware, flops, memory_bytes, ratio)
     if backward:
-        return Roofline(hardware, tuple(_backward(problem, hardware, density)), True)
-    return Roofline(hardware, (_forward(problem, hardware, density),), True)
+        return TimePrediction(hardware, tuple(_backward(problem, hardware, density)), True)
+    return TimePrediction(hardware, (_forward(problem, hardware, density),), True)
 
 
 def backward_ratio(problem: Problem) -> float:
-    """Operations of the backward over those of the forward: five products, not two, three of
-    which are of length head_dim; 2.5 where both head dims are the same.
+    """Operations of the backward over those of the forward: five products instead of two, three of
+    them over head_dim; 2.5 if both head dims are equal.
     """
     d, dv = problem.head_dim, problem.head_dim_v
     return (3 * d + 2 * dv) / (d + dv)
@@ -172,10 +179,10 @@ def is_modelled(problem: Problem, hardware: Hardware, kernel: str) -> bool:
 
 def bound(
     problem: Problem, hardware: Hardware, flops: int, memory_bytes: int, ratio: float = 1
-) -> Roofline:
-    """What no kernel beats that has so many operations and moves so many bytes: the slowest of the
-    units, if all others hide behind it. ratio: of the operations to those of the forward, which has
-    an exponential for every 2 (head_dim + head_dim_v) of them.
+) -> TimePrediction:
+    """A lower bound for any kernel with so many operations and bytes: the slowest unit, if all
+    others hide behind it. ratio: operations relative to the forward, which has one exponential per
+    2 (head_dim + head_dim_v) operations.
     """
     alone = {HBM: memory_bytes / hardware.memory_bytes_s}
     if hardware.is_known:
@@ -183,7 +190,7 @@ def bound(
         products = TENSOR if hardware.has_tensor(problem.dtype) else LANES
         alone |= {products: flops / hardware.flops(problem.dtype), EXP: exps / hardware.exps_s}
         alone[LAUNCH] = hardware.launch_s
-    return Roofline(hardware, (Phase("call", alone, max(alone.values())),), False)
+    return TimePrediction(hardware, (Phase("call", alone, max(alone.values())),), False)
 
 
 def _forward(problem: Problem, hardware: Hardware, density: float) -> Phase:
@@ -193,7 +200,7 @@ def _forward(problem: Problem, hardware: Hardware, density: float) -> Phase:
     counts = steps(problem, rows, config.tile_n) * density
     moved = rows * (width + width_v) * problem.dtype.itemsize if config.q_stages == 1 else 0
     step = forward_step(config, width, width_v, hardware, problem.dtype)
-    pace = Pace(
+    pipeline = PipelineModel(
         step,
         config.consumers,
         counts,
@@ -201,19 +208,20 @@ def _forward(problem: Problem, hardware: Hardware, density: float) -> Phase:
         _mask_clocks(problem, config.tile_n, hardware),
         moved / _bytes_clock(hardware),
     )
-    return _phase("forward", pace, problem.min_bytes, hardware)
+    return _phase("forward", pipeline, problem.min_bytes, hardware)
 
 
 def forward_step(
     config: HopperConfig, width: int, width_v: int, hardware: Hardware, dtype: torch.dtype
-) -> Step:
-    """64 queries and tile_n keys. The copies of keys and values serve all consumers. The output so
-    far is rescaled in every step, or where a maximum moves, which is seldom after the first.
+) -> TileStep:
+    """64 queries and tile_n keys. Copies of keys and values are shared by all consumers. The output
+    so far is rescaled in every step, or only if a maximum changes, which is rare after the first
+    steps.
     """
     pairs = 64 * config.tile_n
     ops = FORWARD_OPS * pairs + (64 * width_v if config.rescale == "always" else 0)
     copied = config.tile_n * (width + width_v) * dtype.itemsize / config.consumers
-    return Step(
+    return TileStep(
         2 * pairs * (width + width_v) / hardware.flops_clock(dtype),
         pairs / hardware.exps + ops / hardware.lanes,
         copied / hardware.shared_rate,
@@ -221,8 +229,8 @@ def forward_step(
 
 
 def _backward(problem: Problem, hardware: Hardware, density: float) -> list[Phase]:
-    """Kernels of kernels/hopper/launch_backward.py: lse and delta first, then all gradients at once
-    with dq summed in fp32, or each in a kernel of its own.
+    """The kernels of kernels/hopper/launch_backward.py: lse and delta first, then all gradients at
+    once with dq summed in fp32, or each gradient in its own kernel.
     """
     width = hopper_width(max(problem.head_dim, problem.head_dim_v))
     rows = problem.batch * problem.seqlen_q * problem.num_heads
@@ -243,11 +251,13 @@ def _backward(problem: Problem, hardware: Hardware, density: float) -> list[Phas
 def _gradients(
     problem: Problem, width: int, hardware: Hardware, density: float, with_dq: bool
 ) -> Phase:
-    """dk and dv. For dq, too, consumers exchange ds in every step: then they walk in lockstep."""
+    """dk and dv. If dq is computed too, consumers exchange ds in every step, and so run in
+    lockstep.
+    """
     config = hopper_backward_config(width)
     moved = 2 * config.tile_n * width * problem.dtype.itemsize  # one k and one v fit, no next one
     planes = problem.batch * problem.num_kv_heads
-    pace = Pace(
+    pipeline = PipelineModel(
         backward_step(width, hardware, problem.dtype, with_dq),
         2,
         density * problem.group_size * steps(problem, config.tile_n, 64, keys=True),
@@ -256,18 +266,20 @@ def _gradients(
         moved / _bytes_clock(hardware),
         lockstep=with_dq,
     )
-    return _phase("gradients", pace, 2 * problem.min_bytes, hardware)
+    return _phase("gradients", pipeline, 2 * problem.min_bytes, hardware)
 
 
-def backward_step(width: int, hardware: Hardware, dtype: torch.dtype, with_dq: bool = True) -> Step:
+def backward_step(
+    width: int, hardware: Hardware, dtype: torch.dtype, with_dq: bool = True
+) -> TileStep:
     """64 keys and 64 queries: five products, four without dq. Through shared memory: half of q and
-    dout; for dq, ds to the other consumer, and half of 64 rows on their way to the sum, there and
-    back.
+    dout; for dq, ds to the other consumer, and half of 64 rows written to and read from the buffer
+    of the sum.
     """
     pairs = 64 * 64
     exchanged = pairs * dtype.itemsize + 64 * width * 4 if with_dq else 0
     moved = 64 * width * dtype.itemsize + exchanged
-    return Step(
+    return TileStep(
         (4 + with_dq) * 2 * pairs * width / hardware.flops_clock(dtype),
         pairs / hardware.exps + BACKWARD_OPS * pairs / hardware.lanes,
         moved / hardware.shared_rate,
@@ -275,12 +287,12 @@ def backward_step(width: int, hardware: Hardware, dtype: torch.dtype, with_dq: b
 
 
 def _gradient(problem: Problem, width: int, name: str, hardware: Hardware, density: float) -> Phase:
-    """dq, dk or dv in a kernel of its own."""
+    """dq, dk or dv in its own kernel."""
     config, keys = hopper_split_config(width), name != "dq"
     counts = density * steps(problem, GRADIENT_ROWS, config.tile, keys=keys)
-    own = 2 if name == "dv" else 3  # matrices of own rows that come or leave
+    own = 2 if name == "dv" else 3  # matrices of own rows that are loaded or stored
     moved = own * GRADIENT_ROWS * width * problem.dtype.itemsize
-    pace = Pace(
+    pipeline = PipelineModel(
         gradient_step(config, width, name == "dv", hardware, problem.dtype),
         2,
         counts * (problem.group_size if keys else 1),
@@ -288,15 +300,15 @@ def _gradient(problem: Problem, width: int, name: str, hardware: Hardware, densi
         _mask_clocks(problem, config.tile, hardware),
         moved / _bytes_clock(hardware),
     )
-    return _phase(name, pace, problem.min_bytes, hardware)
+    return _phase(name, pipeline, problem.min_bytes, hardware)
 
 
 def gradient_step(
     config: HopperSplitConfig, width: int, values: bool, hardware: Hardware, dtype: torch.dtype
-) -> Step:
-    """64 own rows and a tile of the others: scores, their gradient unless for dv, the product."""
+) -> TileStep:
+    """64 own rows and a tile of the others: scores, their gradient (not for dv), the product."""
     pairs = 64 * config.tile
-    return Step(
+    return TileStep(
         (2 if values else 3) * 2 * pairs * width / hardware.flops_clock(dtype),
         pairs / hardware.exps + (VALUE_OPS if values else BACKWARD_OPS) * pairs / hardware.lanes,
         config.tile * width * dtype.itemsize / hardware.shared_rate,
@@ -319,22 +331,24 @@ def steps(problem: Problem, own: int, tile: int, keys: bool = False) -> Tensor:
 
 
 def _mask_clocks(problem: Problem, tile: int, hardware: Hardware) -> float:
-    """One step of a tile is cut by the diagonal, or by a side of the window."""
+    """Extra clocks of the masked step: the diagonal or a side of the window cuts one step of a
+    tile.
+    """
     cut = problem.causal or problem.window_size != (None, None)
     return MASK_OPS * 64 * tile / hardware.lanes if cut else 0.0
 
 
 def _bytes_clock(hardware: Hardware) -> float:
-    """Of memory, to each of the processors when all of them ask."""
+    """Memory bytes per clock for each processor, if all of them read."""
     return hardware.memory_bytes_s / hardware.processors / hardware.clock_hz
 
 
-def _phase(name: str, pace: Pace, memory_bytes: int, hardware: Hardware) -> Phase:
+def _phase(name: str, pipeline: PipelineModel, memory_bytes: int, hardware: Hardware) -> Phase:
     seconds = lambda clocks: clocks / hardware.clock_hz
-    units = {unit: pace.busy(unit, hardware.processors) for unit in (TENSOR, EXP, SHARED)}
+    units = {unit: pipeline.busy(unit, hardware.processors) for unit in (TENSOR, EXP, SHARED)}
     alone = {HBM: memory_bytes / hardware.memory_bytes_s, LAUNCH: hardware.launch_s}
     alone |= {unit: seconds(clocks) for unit, clocks in units.items()}
-    computed = max(seconds(pace.clocks(hardware.processors)), alone[HBM])
+    computed = max(seconds(pipeline.clocks(hardware.processors)), alone[HBM])
     return Phase(name, alone, computed + hardware.launch_s)
 
 

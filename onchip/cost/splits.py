@@ -1,13 +1,14 @@
-"""Few queries over many keys: how long they take with the keys of a sequence cut into so many
-splits, and which cut takes least.
+"""Cost model of split-KV: the time of a call over few queries with the keys of a sequence in so
+many splits, and the choice of the number of splits.
 
-A program reads its tiles of keys one after another, at its processor's share of the memory's rate.
-Too few programs leave processors idle, a few too many make some of them take one more than the
-others, and whatever is cut has to be merged. With n programs of s tiles on P processors
+A program reads its tiles of keys one after another, at its processor's share of the memory
+bandwidth. Too few programs leave processors idle; with a few too many, some processors run one
+program more than the others; and splits must be merged. With n programs of s tiles on P processors
 
-    call + ceil(n / P) * s * step + merge         step: one tile, as long as P of them come at once
+    call + ceil(n / P) * s * step + merge         step: one tile, while P of them are read at once
 
-which is within a tenth of what decoding over pages took on an H200 (tests/cost/test_splits.py).
+which is within a tenth of the measured time of paged decoding on an H200
+(tests/cost/test_splits.py).
 """
 
 from collections.abc import Sequence
@@ -21,22 +22,22 @@ from onchip.cost.hardware import Hardware
 from onchip.kernels.tiles import SPLIT_MOST_WAVES, SPLIT_WAVES
 
 
-class Tiles(NamedTuple):
-    """What a program does: a tile of queries with the heads of one kv head, tile after tile of
-    keys. state_bytes: of its result, unrounded.
+class TileWork(NamedTuple):
+    """The work of a program: a tile of queries with the heads of one kv head, over tile after tile
+    of keys. state_bytes: size of its unrounded result.
     """
 
     num_kv_heads: int
-    key_bytes: int  # of keys and values of a tile
+    key_bytes: int  # keys and values of a tile
     flops: int
     state_bytes: int
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, problem: Problem, tile_m: int, tile_n: int) -> "Tiles":
+    def of(cls, problem: Problem, tile_m: int, tile_n: int) -> "TileWork":
         """tile_m: rows, queries x heads of a group."""
         dims, stored = problem.head_dim + problem.head_dim_v, problem.page_dtype or problem.dtype
-        scales = 0 if problem.page_dtype is None else 8  # of a key and its value
+        scales = 0 if problem.page_dtype is None else 8  # bytes, for a key and its value
         rows = min(problem.seqlen_q * problem.group_size, tile_m)
         return cls(
             problem.num_kv_heads,
@@ -47,15 +48,15 @@ class Tiles(NamedTuple):
         )
 
     def step_s(self, hardware: Hardware) -> float:
-        """Seconds of a tile, when all processors ask for theirs."""
+        """Seconds per tile while all processors read."""
         read = self.key_bytes * hardware.processors / hardware.memory_bytes_s
         if not hardware.is_known:
             return read
         return max(read, self.flops / hardware.flops_clock(self.dtype) / hardware.clock_hz)
 
 
-class Part(NamedTuple):
-    """So many tiles of queries, each over so many tiles of keys, which are cut into splits."""
+class SplitTiles(NamedTuple):
+    """`number` tiles of queries, each over `tiles` tiles of keys, in `splits` splits."""
 
     number: int
     tiles: int
@@ -63,7 +64,7 @@ class Part(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Tiles of keys of a split."""
+        """Tiles of keys in the longest split."""
         return -(-self.tiles // self.splits)
 
 
@@ -79,14 +80,18 @@ def count_key_tiles(problem: Problem, lengths: Sequence[tuple[int, int]], tile_n
 
 
 def even_splits(tiles: int, most: int) -> int:
-    """Into how many splits of `most` tiles at most, which are as even as can be."""
+    """The number of splits of at most `most` tiles, as even as possible."""
     each = max(1, -(-tiles // max(1, -(-tiles // most))))
     return max(1, -(-tiles // each))
 
 
-def seconds(tiles: Tiles, parts: Sequence[Part], hardware: Hardware, merged: bool) -> float:
-    """Of a call; merged: by a second launch, which costs its time also where nothing was cut."""
-    steps = _busiest(parts, tiles.num_kv_heads, hardware.processors)
+def seconds(
+    tiles: TileWork, parts: Sequence[SplitTiles], hardware: Hardware, merged: bool
+) -> float:
+    """Seconds of a call. merged: a second launch merges the splits, and takes its time even if
+    nothing was split.
+    """
+    steps = _longest_processor(parts, tiles.num_kv_heads, hardware.processors)
     read = hardware.call_s + steps * tiles.step_s(hardware)
     if not merged:
         return read
@@ -94,9 +99,9 @@ def seconds(tiles: Tiles, parts: Sequence[Part], hardware: Hardware, merged: boo
     return read + hardware.merge_s + 2 * states * tiles.state_bytes / hardware.memory_bytes_s
 
 
-def _busiest(parts: Sequence[Part], num_kv_heads: int, processors: int) -> float:
-    """Tiles of keys of the processor that ends last: programs that are alike come in waves, others
-    fill what the longer ones leave.
+def _longest_processor(parts: Sequence[SplitTiles], num_kv_heads: int, processors: int) -> float:
+    """Tiles of keys of the processor that ends last: programs of equal length run in waves, others
+    fill the gaps that longer ones leave.
     """
     longest = max((part.longest for part in parts), default=0)
     if all(part.longest == longest for part in parts):
@@ -106,40 +111,44 @@ def _busiest(parts: Sequence[Part], num_kv_heads: int, processors: int) -> float
     return max(longest, work / processors + longest / 2)
 
 
-def filling(waves: int, num_kv_heads: int, processors: int) -> int:
-    """Units, programs of one kv head, that give every processor so many programs."""
+def units_for_waves(waves: int, num_kv_heads: int, processors: int) -> int:
+    """Units (programs of one kv head) that give every processor `waves` programs."""
     return max(1, waves * processors // num_kv_heads)
 
 
-def cut_evenly(part: Part, units: int | None, least: int) -> Part:
-    """The same in splits for so many units, of `least` tiles at least; None: nothing is cut."""
+def split_evenly(part: SplitTiles, units: int | None, least: int) -> SplitTiles:
+    """The same, split for `units` units with at least `least` tiles per split; None: not split."""
     if units is None:
         return part._replace(splits=1)
     most = max(least, -(-part.number * part.tiles // units))
     return part._replace(splits=even_splits(part.tiles, most))
 
 
-def predicted(tiles: Tiles, part: Part, units: int | None, least: int, on: Hardware) -> float:
-    """Seconds of a call whose keys are cut for so many units."""
-    return seconds(tiles, [cut_evenly(part, units, least)], on, units is not None)
+def predict_seconds(
+    tiles: TileWork, part: SplitTiles, units: int | None, least: int, on: Hardware
+) -> float:
+    """Seconds of a call with its keys split for `units` units."""
+    return seconds(tiles, [split_evenly(part, units, least)], on, units is not None)
 
 
 @lru_cache(maxsize=4096)
-def choose(tiles: Tiles, part: Part, least: int, hardware: Hardware) -> int | None:
-    """For how many units keys are cut, None for none at all: whatever is predicted to take least,
-    with SPLIT_WAVES programs for every processor or more.
+def choose(tiles: TileWork, part: SplitTiles, least: int, hardware: Hardware) -> int | None:
+    """The number of units to split for, None for no splits: the choice with the least predicted
+    time, from no splits and SPLIT_WAVES to SPLIT_MOST_WAVES programs per processor.
     """
     waves = range(SPLIT_WAVES, SPLIT_MOST_WAVES + 1)
-    units = [filling(n, tiles.num_kv_heads, hardware.processors) for n in waves]
-    return min((None, *units), key=lambda n: predicted(tiles, part, n, least, hardware))
+    units = [units_for_waves(n, tiles.num_kv_heads, hardware.processors) for n in waves]
+    return min((None, *units), key=lambda n: predict_seconds(tiles, part, n, least, hardware))
 
 
 @lru_cache(maxsize=4096)
-def choose_unseen(tiles: Tiles, part: Part, least: int, hardware: Hardware) -> int | None:
-    """The same where only the device knows the lengths, part.tiles at most: it cuts them by what
-    there is, for SPLIT_WAVES programs on every processor. Nothing is cut, and no merge launched, if
-    that would take longer even were one sequence all there is: others only fill processors.
+def choose_for_unknown_lengths(
+    tiles: TileWork, part: SplitTiles, least: int, hardware: Hardware
+) -> int | None:
+    """The same if the lengths are only on the device, at most part.tiles: the device splits by the
+    real lengths, for SPLIT_WAVES programs on every processor. None if splits and merge would take
+    longer even for a single sequence of that length: more sequences only fill processors.
     """
-    units = filling(SPLIT_WAVES, tiles.num_kv_heads, hardware.processors)
-    one = part._replace(number=1)
-    return min((None, units), key=lambda n: predicted(tiles, one, n, least, hardware))
+    units = units_for_waves(SPLIT_WAVES, tiles.num_kv_heads, hardware.processors)
+    single = part._replace(number=1)
+    return min((None, units), key=lambda n: predict_seconds(tiles, single, n, least, hardware))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onchip.core.problem import SCORE_OPTIONS, SMPartition, UnsupportedError
 from onchip.core.state import merge_out_lse
-from onchip.cost.prefixes import Costs, Together
+from onchip.cost.prefixes import OverlapPlan, PrefixCosts
 
 OutLse = tuple[Tensor, Tensor]
 KVPages = tuple[Tensor, Tensor]  # k_pages and v_pages of a layer
@@ -72,7 +72,7 @@ class CascadePlan(NamedTuple):
     cu_seqlens_q: Tensor  # (batch + 1,) int32
     shared_pages: Tensor  # (batch,) int64
     shared_tokens: Tensor  # (batch,) int32
-    together: Together | None = None  # the level and the own call run concurrently, where supported
+    together: OverlapPlan | None = None  # the level runs concurrently with the own call
 
     def to(self, device: torch.device | str) -> "CascadePlan":
         """The same plan with its tensors on a device (one copy each, when the batch changes)."""
@@ -126,7 +126,7 @@ def plan(
     page_table: Tensor | Sequence[Sequence[int]],
     cache_seqlens: Tensor | Sequence[int],
     page_size: int,
-    model: Costs,
+    model: PrefixCosts,
     *,
     seqlen_q: int = 1,
     cu_seqlens_q: Tensor | Sequence[int] | None = None,
@@ -365,7 +365,7 @@ class TrieNode:
 
 
 def _choose(
-    table: Tensor, shareable: Tensor, lengths: Sequence[int], model: Costs, max_levels: int
+    table: Tensor, shareable: Tensor, lengths: Sequence[int], model: PrefixCosts, max_levels: int
 ) -> list[list[PrefixGroup]]:
     """The groups of each level."""
     order, common = _sorted_prefixes(table, shareable)
@@ -420,7 +420,7 @@ def _deepest(nodes: list[TrieNode]) -> int:
     return max(len(node.ends) for node in nodes)
 
 
-def _price(nodes: list[TrieNode], queries: list[int], model: Costs, levels: int) -> Tensor:
+def _price(nodes: list[TrieNode], queries: list[int], model: PrefixCosts, levels: int) -> Tensor:
     """Seconds against one plain call, with at most 0, 1, ..., levels levels.
 
     cost[l, a] of a node is the least cost of its subtree with l levels left, if ancestor a is the
@@ -439,7 +439,7 @@ def _price(nodes: list[TrieNode], queries: list[int], model: Costs, levels: int)
     return _below(nodes[-1], model, levels)[:, 0]
 
 
-def _below(node: TrieNode, model: Costs, levels: int) -> Tensor:
+def _below(node: TrieNode, model: PrefixCosts, levels: int) -> Tensor:
     """(levels + 1, ancestors + 1): the cost below a node, if the last one taken is each of its
     ancestors, or the node itself. A sequence in no child reads the remaining pages by itself.
     """
@@ -477,7 +477,7 @@ def _level(
     cu: list[int],
     groups: list[PrefixGroup],
     page_size: int,
-    model: Costs,
+    model: PrefixCosts,
     segments: int | None = None,
 ) -> CascadeLevel:
     """segments: None for as many as fill the device."""
@@ -503,7 +503,7 @@ def _level(
     )
 
 
-def _try_together(plan: CascadePlan, own_pages: int, model: Costs) -> CascadePlan:
+def _try_together(plan: CascadePlan, own_pages: int, model: PrefixCosts) -> CascadePlan:
     """The plan with its level concurrent with the own call, if that is possible and is predicted to
     be faster than one after the other.
     """
@@ -522,7 +522,7 @@ def _try_together(plan: CascadePlan, own_pages: int, model: Costs) -> CascadePla
     return plan._replace(levels=(cut,), saved=plan.saved + gained, together=together)
 
 
-def _may_be_together(plan: CascadePlan, model: Costs) -> bool:
+def _may_be_together(plan: CascadePlan, model: PrefixCosts) -> bool:
     """One level of one group with queries that need no copy: so no input of the level is written
     between the two calls. Each sequence has few enough queries for a kernel that splits keys, and
     all of them together have too many for it.

@@ -1,1 +1,1 @@
-"""One file per way to compute the same function; dispatch asks each what it can serve."""
+"""Attention kernels: one file per implementation; dispatch calls supports() of each."""

@@ -1,4 +1,6 @@
-"""Tile sizes, as data with reasons. Kernels contain no literal tile size."""
+"""Tile sizes and pipeline options of all kernels, as tables with dated reasons. Kernels contain no
+literal tile size.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +16,13 @@ class TileConfig(NamedTuple):
     tile_n: int  # keys
 
 
-# A tile of scores for all heads at once should stay in the last-level cache (4 MB of fp32), yet be
-# large enough that Python's ~50 us per tile is noise beside its matrix products.
+# A tile of scores for all heads should fit the last-level cache (4 MB of fp32), and be large enough
+# that Python's ~50 us per tile is small compared with its matrix products.
 TILED_SCORES = 1 << 20
 
 
 def tiled_config(planes: int) -> TileConfig:
-    """The rectangle for the torch loop, `planes` = batch * heads computed together."""
+    """The tile of the torch loop; `planes` = batch * heads are computed together."""
     tile_m = 512
     while tile_m > 32 and planes * tile_m * tile_m > TILED_SCORES:
         tile_m //= 2
@@ -33,28 +35,29 @@ _ALL = 1 << 40  # more rows than a tensor has
 
 
 def paper_sram(sram: float | None, itemsize: int) -> int:
-    """Elements on the chip of the papers: as asked, or what 100 KiB hold."""
+    """Elements of SRAM in the papers' model: as given, or what 100 KiB hold."""
     if sram is None:
         return PAPER_SRAM_BYTES // itemsize
     return _ALL * _ALL if sram == inf else int(sram)
 
 
 def paper_v1_tiles(sram: int, head_dim: int, head_dim_v: int) -> TileConfig:
-    """Bc = ceil(M / 4d), Br = min(Bc, d) as published: 4d is a row of q, k, v and out together. (At
-    Br = Bc these alone fill M, and S has no room: the paper counts up to a constant.)
+    """Bc = ceil(M / 4d), Br = min(Bc, d) as published: 4d is a row of q, k, v and out together.
+    (With Br = Bc these alone fill M, and S does not fit: the paper counts up to a constant.)
     """
     tile_n = -(-sram // (2 * (head_dim + head_dim_v)))
     return TileConfig(min(tile_n, head_dim), tile_n)
 
 
-# Rows of the operand that only streams by: their number does not change the traffic, and is what a
-# tensor core takes at least. So the other side can have the chip, which does.
+# Rows of the operand that streams through the chip. Their number does not change the traffic, so it
+# is the smallest that a tensor core takes. The other operand gets the rest of the chip, which does
+# change the traffic.
 PAPER_STREAMED = 16
 
 
 def paper_v2_tiles(sram: int, head_dim: int, head_dim_v: int) -> TileConfig:
-    """As many queries as fit with q, out, s, and a tile of k and v. (The paper has tiles of 64 and
-    128, by hand.)
+    """As many queries as fit with q, out, s, and a tile of k and v. (The paper's tiles are 64 and
+    128, chosen by hand.)
     """
     dims = head_dim + head_dim_v
     tile_n = max(1, min(PAPER_STREAMED, sram // (2 * dims)))
@@ -77,8 +80,8 @@ class ProductConfig(NamedTuple):
 
 
 def paper_product_tiles(sram: int, inner: int) -> ProductConfig:
-    """The largest squares of a product's result with which both factors fit: the whole inner
-    dimension where it is short, t^2 + 2 t k <= M, cubes of 3 t^2 <= M where it is not.
+    """The largest square tiles of a product's result with which both factors fit: the whole inner
+    dimension if it is short, t^2 + 2 t k <= M, otherwise cubes of 3 t^2 <= M.
     """
     tile = isqrt(inner * inner + sram) - inner
     if tile >= inner:
@@ -92,7 +95,7 @@ class TritonConfig(NamedTuple):
     tile_n: int  # keys
     num_warps: int
     num_stages: int
-    max_registers: int = 0  # of a thread, where the compiler would take more; 0 leaves it to it
+    max_registers: int = 0  # per thread, if the compiler would take more; 0: no limit
 
 
 _T = TritonConfig
@@ -103,47 +106,47 @@ def _triton_rows(**kernels: tuple[TritonConfig, ...]) -> dict[tuple[str, int], T
     return {(name, d): row for name in kernels for d, row in zip(_DIMS, kernels[name], strict=True)}
 
 
-# Chosen from ptxas reports (2026-11-15, Triton 3.6 and 3.9): the largest tiles whose hot loop does
-# not spill, within the shared memory named. One row per padded head_dim 64, 128, 256.
-# 227 kB, warpgroup products: 16-bit inputs on compute capability 9 and 10. dkdv of 128 spills a
-# tenth of its hot loop with 64 queries; of 256 it spills 1 % on Triton 3.6, 6 % on 3.9.
+# Chosen from ptxas reports (2026-11-15, Triton 3.6 and 3.9): the largest tiles with a hot loop that
+# does not spill, within the shared memory named. One row per padded head_dim 64, 128, 256. 227 kB,
+# warpgroup products: 16-bit inputs on compute capability 9 and 10. dkdv of 128 spills a tenth of
+# its hot loop with 64 queries; of 256 it spills 1 % on Triton 3.6, 6 % on 3.9.
 TRITON_SM90 = _triton_rows(
     forward=(_T(128, 64, 4, 3), _T(128, 128, 8, 3), _T(128, 64, 8, 2)),
     dkdv=(_T(64, 128, 8, 3), _T(32, 128, 8, 3), _T(32, 64, 8, 2)),
     dq=(_T(128, 64, 8, 3), _T(128, 64, 8, 3), _T(128, 32, 8, 2)),
 )
-# Bit tiles take registers of their own, and a tile's place is read from a list first: Triton gives
-# the two loads half of the stages each, so that five make three buffers.
+# Bit tiles take registers of their own, and the index of a tile is read from a list first: Triton
+# gives each of the two loads half of the stages, so that five stages make three buffers.
 TRITON_SM90_MASK = _triton_rows(
     forward=(_T(128, 64, 4, 5), _T(128, 64, 8, 5), _T(128, 64, 8, 3)),
     dkdv=(_T(64, 128, 8, 5), _T(32, 128, 8, 5), _T(32, 64, 8, 3)),
     dq=(_T(128, 64, 8, 5), _T(128, 64, 8, 5), _T(128, 32, 8, 3)),
 )
-# 99 kB: everything else that multiplies 16-bit numbers.
+# 99 kB: all other devices and calls that multiply 16-bit numbers.
 TRITON_SM80 = _triton_rows(
     forward=(_T(128, 64, 4, 3), _T(128, 64, 8, 3), _T(64, 32, 8, 2)),
     dkdv=(_T(64, 64, 4, 2), _T(64, 64, 8, 2), _T(32, 32, 8, 1)),
     dq=(_T(128, 64, 8, 2), _T(128, 32, 8, 2), _T(64, 16, 8, 2)),
 )
-# softcap, ALiBi, bias, dropout, statistics: long score arithmetic, and bias tiles travel through
-# shared memory too. 99 kB with all of them at once.
+# softcap, ALiBi, bias, dropout, statistics: long score arithmetic, and bias tiles also pass through
+# shared memory. 99 kB with all of them at once.
 TRITON_MODIFIED = _triton_rows(
     forward=(_T(64, 64, 4, 2), _T(64, 32, 4, 2), _T(64, 32, 8, 1)),
     dkdv=(_T(32, 64, 8, 2), _T(32, 64, 8, 1), _T(16, 32, 8, 1)),
     dq=(_T(64, 32, 4, 2), _T(64, 32, 8, 2), _T(32, 32, 8, 1)),
     dbias=(_T(64, 64, 8, 1), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
 )
-# Without tensor cores both operands of a product sit in registers.
+# Without tensor cores both operands of a product are in registers.
 TRITON_FP32 = _triton_rows(
     forward=(_T(32, 32, 8, 2), _T(32, 16, 8, 2), _T(32, 16, 8, 2)),
     dkdv=(_T(32, 32, 8, 1), _T(16, 32, 8, 1), _T(16, 16, 8, 1)),
     dq=(_T(32, 32, 8, 1), _T(32, 16, 8, 1), _T(16, 16, 8, 1)),
     dbias=(_T(32, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
 )
-# Few queries: bound by memory, so keys come in long tiles, and a group of query heads shares them
-# (tile_m follows their number). Keys: (itemsize, padded head_dim). head_dim 256 by ptxas reports
-# (2026-11-15, Triton 3.6), not timed: 4 warps spill with 64 rows, and 64 keys a tile of three
-# buffers fill the shared memory (224 kB).
+# Few queries: bound by memory, so keys are loaded in long tiles, and a group of query heads shares
+# them (tile_m follows their number). Keys: (itemsize, padded head_dim). head_dim 256 by ptxas
+# reports (2026-11-15, Triton 3.6), not timed: 4 warps spill with 64 rows, and three buffers of 64
+# keys fill the shared memory (224 kB).
 TRITON_DECODE = {
     (2, 64): _T(0, 128, 4, 3),
     (2, 128): _T(0, 64, 4, 3),
@@ -152,15 +155,15 @@ TRITON_DECODE = {
     (4, 128): _T(0, 16, 4, 2),
     (4, 256): _T(0, 16, 8, 2),
 }
-# All keys in one tile of half as many: there is nothing to load ahead, and four programs of 128
-# registers fit on a processor, not two. By ptxas reports (2026-11-16, Triton 3.6), not timed: a
-# third fewer instructions, 4 spills of 1,080. head_dim 128 has such tiles anyway.
+# All keys in one tile, of half as many keys: there is nothing to load ahead, and four programs of
+# 128 registers fit on a processor instead of two. By ptxas reports (2026-11-16, Triton 3.6), not
+# timed: a third fewer instructions, 4 spills of 1,080. head_dim 128 has such tiles anyway.
 TRITON_SHORT = {(2, 64): _T(0, 64, 4, 1, 128)}
 TRITON_SHORT_KEYS = 64
-# A page id is read before the keys: Triton gives the two loads half of the stages each, so that
-# five make three buffers. Five fill a GPU whose programs are few; of many programs more fit on a
-# processor with three (H200, 2026-11-15: 0.94 and 0.87 of cuDNN at 1 x 16k, 0.93 and 0.98 at
-# 128 x 8k). Page ids loaded a tile ahead by hand: 0.75 to 0.8 throughout.
+# A page id is read before the keys: Triton gives each of the two loads half of the stages, so that
+# five stages make three buffers. Five are better with few programs; with many programs three stages
+# let more programs fit on a processor (H200, 2026-11-15: 0.94 and 0.87 of cuDNN at 1 x 16k, 0.93
+# and 0.98 at 128 x 8k). Page ids loaded a tile ahead by hand: 0.75 to 0.8 throughout.
 TRITON_PAGED_STAGES = 5
 TRITON_FULL_REGISTERS = 128  # of 168: four programs of four warps on a processor, not three
 # Many queries over pages: rows of queries x heads of a group. By ptxas reports (2026-11-15, Triton
@@ -174,44 +177,45 @@ TRITON_CHUNK = {
     (4, 128): _T(32, 16, 8, 2),
     (4, 256): _T(32, 16, 8, 2),
 }
-# 8-bit pages under 16-bit queries, by ptxas reports (2026-11-15, Triton 3.6 and 3.9).
-# decode: as many bytes a tile as above, so twice the keys; with fewer a row is loaded 4 bytes at a
-# time. chunk: a warpgroup product takes keys from shared memory, where the unpacked ones would have
-# to go first: with 64 rows that spills 5 % of the loop, with 32 there are other products.
-TRITON_EIGHT = _triton_rows(
+# 8-bit pages with 16-bit queries, by ptxas reports (2026-11-15, Triton 3.6 and 3.9). decode: as
+# many bytes a tile as above, so twice the keys; with fewer, a row is loaded 4 bytes at a time.
+# chunk: a warpgroup product reads keys from shared memory, so unpacked keys would have to be
+# written there first: with 64 rows that spills 5 % of the loop; with 32 rows other products are
+# used.
+TRITON_KV8 = _triton_rows(
     decode=(_T(0, 256, 4, 3), _T(0, 128, 4, 3), _T(0, 64, 8, 2)),
     chunk=(_T(32, 128, 4, 3), _T(32, 128, 4, 3), _T(32, 64, 8, 3)),
 )
-TRITON_EIGHT_REGISTERS = 168  # of 210 at head_dim 128: three programs on a processor, not two
+TRITON_KV8_REGISTERS = 168  # of 210 at head_dim 128: three programs on a processor, not two
 DECODE_ROWS = 64  # queries x heads of a group; more have work enough for the plain forward
-# Keys a query, from which on so few queries are split over programs. Not tuned (2026-11-15): what
-# decodes or verifies lies far above, what trains (as many keys as queries) below.
+# Keys per query from which on so few queries are split over programs. Not tuned (2026-11-15):
+# decoding and verifying are far above, training (as many keys as queries) is below.
 FEW_KEYS = 8
-SPLIT_WAVES = 2  # programs per processor, where sequences are cut: one starts while another reads
-SPLIT_MOST_WAVES = 4  # that run side by side: registers of four times four warps
+SPLIT_WAVES = 2  # programs per processor if sequences are split: one starts while another reads
+SPLIT_MOST_WAVES = 4  # programs that a processor can run at once: registers of 4 x 4 warps
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program and its share of the merge
-FIXED_KEYS = 1024  # of a split, when cuts must not depend on the batch
+FIXED_KEYS = 1024  # per split, if splits must not depend on the batch
 TRITON_STREAMED = _T(16, 0, 4, 1)  # delta: bound by memory, any tile of some kB will do
 TRITON_MERGE = _T(0, 32, 4, 1)  # splits at a time: one after the other, each would cost a latency
 TRITON_NORM = _T(0, 8, 16, 1)  # elements of a thread: 16 bytes of each tensor; at most 16 warps
 TRITON_PLACE = _T(4, 0, 1, 1)  # heads of a token: 16 elements of a thread at head_dim 128
 TRITON_GATE = _T(0, 1024, 4, 1)  # elements of a row: 16 bytes of gate and of up to a thread
-# Logits of a row. scan: a span, the same for all batches, or rows would draw by their company;
-# cut: 16 sums for each element of the tile, in registers.
+# Logits of a row. scan: a span, the same for all batches, otherwise samples would depend on the
+# other rows; cut: 16 sums for each element of the tile, in registers.
 TRITON_SCAN, TRITON_PICK = _T(0, 4096, 8, 1), _T(0, 4096, 8, 1)
 TRITON_CUT = _T(0, 1024, 16, 1)
-COPY_ELEMENTS = 2048  # of a page, to one program of a copy
-# Operands of 8 bits: sums of keys and, by padded head_dim, 128 tokens times a Hadamard matrix, or
+COPY_ELEMENTS = 2048  # elements of a page per program of a copy
+# Quantised operands: sums of keys and, by padded head_dim, 128 tokens times a Hadamard matrix, or
 # transposed. H200, 2026-11-16, 16k tokens of 2,048: rotations 44, 50 and 83 us, values 33, 35 and
 # 47 us. Twice the warps: rotations 51, 72 and 88 us.
 TRITON_SUMS = _T(0, 32, 4, 1)
 TRITON_ROTATE = {64: _T(128, 0, 4, 2), 128: _T(128, 0, 8, 2, 128), 256: _T(128, 0, 8, 1)}
 TRITON_TRANSPOSE = {64: _T(128, 0, 8, 1, 80), 128: _T(128, 0, 8, 1, 128), 256: _T(128, 0, 16, 1)}
-BIAS_PROGRAMS = 512  # what fills a GPU, where the bias itself has fewer tiles
+BIAS_PROGRAMS = 512  # enough to fill a GPU if the bias itself has fewer tiles
 
 
 class TritonUse(NamedTuple):
-    """What a Triton configuration depends on."""
+    """The inputs of the choice of a Triton tile."""
 
     dim: int  # the larger of the padded head dims
     itemsize: int
@@ -239,16 +243,16 @@ def _decode_row(
 ) -> TritonConfig:
     table = TRITON_CHUNK if kernel == "chunk" else TRITON_DECODE
     kind = "chunk" if kernel == "chunk" else "decode"
-    row = TRITON_EIGHT[kind, key[1]] if key[0] == 1 else table[key]
-    roomy = capability is not None and capability[0] in (9, 10)
-    if kernel == "short" and roomy and key in TRITON_SHORT:
+    row = TRITON_KV8[kind, key[1]] if key[0] == 1 else table[key]
+    has_large_smem = capability is not None and capability[0] in (9, 10)
+    if kernel == "short" and has_large_smem and key in TRITON_SHORT:
         return TRITON_SHORT[key]
-    if kernel == "paged" and roomy:
+    if kernel == "paged" and has_large_smem:
         return row._replace(num_stages=TRITON_PAGED_STAGES)
-    if kernel == "paged_full" and roomy and key[1] == 128 and key[0] < 4:
-        registers = TRITON_EIGHT_REGISTERS if key[0] == 1 else TRITON_FULL_REGISTERS
+    if kernel == "paged_full" and has_large_smem and key[1] == 128 and key[0] < 4:
+        registers = TRITON_KV8_REGISTERS if key[0] == 1 else TRITON_FULL_REGISTERS
         return row._replace(max_registers=registers)
-    return row if roomy else row._replace(num_stages=min(row.num_stages, 3))
+    return row if has_large_smem else row._replace(num_stages=min(row.num_stages, 3))
 
 
 def _triton_table(use: TritonUse) -> dict[tuple[str, int], TritonConfig]:
@@ -271,26 +275,23 @@ class HopperConfig(NamedTuple):
     pingpong: bool = False  # consumers take turns on the tensor cores
     out_in_q: bool = False  # the output leaves through the queries' memory; q_stages must be 1
     rescale: str = "always"  # "moved": where a maximum did; "stale" (v4): by more than 2^8
-    rescale_under_qk: bool = (
-        False  # rescale under the next product of scores, not after this one's values
-    )
-    delay_pv_wait: int = (
-        0  # exponentials of a thread before it waits for the product of the last values
-    )
-    named_barriers: bool = False  # keys are released by named barriers
+    rescale_under_qk: bool = False  # rescale under the next QK product, not after this PV product
+    delay_pv_wait: int = 0  # exponentials of a thread before it waits for the last PV product
+    named_barriers: bool = False  # key stages are released by named barriers
     emulated_exp2: int = 0  # v4: every emulated_exp2-th exponential by multiply-adds
-    dynamic: bool = False  # tiles are handed out one by one even where all take as long
+    dynamic: bool = False  # dynamic scheduling even if all tiles take equally long
     consumer_regs: int = 240
     producer_regs: int = 24
     entry_regs: int = 168
 
 
 _THREE = {"consumer_regs": 160, "producer_regs": 32, "entry_regs": 128}
-# 2 consumers: 0.87x at 4k. Turns end when a consumer has its scores: 1.01x over when it has asked.
+# 2 consumers: 0.87x at 4k. A pingpong turn ends when a consumer has its scores: 1.01x over ending
+# it when the product was issued.
 _D64 = HopperConfig(128, 3, 2, q_stages=2, pingpong=True, **_THREE)
 _D64_TWO = HopperConfig(128, 2, 4, q_stages=2)
-# Where no maximum moves, nothing is rescaled: 1.01-1.03x, and the same bits.
-# Exponentials under the values' product 1.01-1.03x from 4k on, named barriers 1.01x.
+# If no maximum changes, nothing is rescaled: 1.01-1.03x, and the same bits. Exponentials during the
+# values' product 1.01-1.03x from 4k on, named barriers 1.01x.
 _D128 = HopperConfig(
     128,
     2,
@@ -311,37 +312,40 @@ HOPPER_FORWARD = {
     128: _D128._replace(delay_pv_wait=8),
     256: _D256._replace(rescale="moved", delay_pv_wait=4, named_barriers=True),
 }
-# The wait for values behind 4 exponentials: 1.08x in dense calls of head_dim 256, where more or
-# named barriers cost 1 to 5 %; causal ones 1.03x, with named barriers and rescale="moved".
+# The wait for values after 4 exponentials: 1.08x in dense calls of head_dim 256, where more
+# exponentials or named barriers cost 1 to 5 %; causal ones 1.03x, with named barriers and
+# rescale="moved".
 HOPPER_FORWARD_DENSE = {128: _D128, 256: _D256._replace(delay_pv_wait=4)}
-# Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k. Of a square they
-# waste what does not fill the last one; at 512 tokens both are as fast. Tiles of a narrow window
-# are mostly edges, too: 1.25x with 256 keys, 1.29x with 512, 1.04 to 0.99x with 1,024, 0.90x with
+# Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k. In a square they
+# waste the rest of the last tile; at 512 tokens both are equally fast. Tiles of a short window are
+# mostly masked, too: 1.25x with 256 keys, 1.29x with 512, 1.04 to 0.99x with 1,024, 0.90x with
 # 4,096.
 HOPPER_FORWARD_SHORT = {64: _D64_TWO}
 HOPPER_SHORT, HOPPER_SHORT_DENSE = 1024, 512
-# Tokens that do not fill half of a tile: triton is 1.16 to 1.9 times as fast (bench short, N = 64).
+# Calls with fewer tokens, which do not fill half of a tile: triton is 1.16 to 1.9 times as fast
+# (bench short, N = 64).
 HOPPER_FEW = 64
-# Strips of three consumers, which take no turns: who has no part in a tile goes on to the next.
-# Four stages, or they wait for one another: 1.10x over three with 75 % of the blocks, 1.20x with
-# 50 %. The wait for values behind 4 exponentials at head_dim 128: 1.01x; 2, 4, 8 at 64: 1.003x,
-# 0.996x, 0.976x with 75 % of the blocks.
+# Strips of three consumers, without pingpong: a consumer without visible blocks in a tile continues
+# with the next. Four stages, otherwise consumers wait for each other: 1.10x over three stages with
+# 75 % of the blocks, 1.20x with 50 %. The wait for values behind 4 exponentials at head_dim 128:
+# 1.01x; 2, 4, 8 at 64: 1.003x, 0.996x, 0.976x with 75 % of the blocks.
 HOPPER_FORWARD_MASK = {
     64: HopperConfig(128, 3, 4, q_stages=2, named_barriers=True, delay_pv_wait=2, **_THREE),
     128: _D128._replace(delay_pv_wait=4),
     256: _D256,
 }
-# Rows that have little in common: consumers wait for tiles that are others'. Of blocks at random,
-# strips have a share of 1 / (2 - density) in what they load; over two consumers they were 0.92x as
-# fast with 5 % (a share of 0.513), 1.04x with 10 % (0.526), 1.08x with 15 %, 1.11x with 25 %.
+# Masks with few common blocks among rows: consumers wait for tiles that only the others use. With
+# random blocks, a consumer uses a share of 1 / (2 - density) of the tiles it loads; compared with
+# two consumers, strips were 0.92x as fast with 5 % (a share of 0.513), 1.04x with 10 % (0.526),
+# 1.08x with 15 %, 1.11x with 25 %.
 HOPPER_FORWARD_SPARSE = {64: _D64_TWO}
 HOPPER_STRIPS = 0.52
 
-# A producer that looks pages up needs 40 registers: its code spills 68 times with 24, 7 times with
-# 40 (pages of 16, Triton 3.6). Beside three consumers there are too few.
+# A producer that reads page ids needs 40 registers: its code spills 68 times with 24, 7 times with
+# 40 (pages of 16, Triton 3.6). With three consumers there are too few registers for that.
 _LOOKING_UP = {"consumer_regs": 232, "producer_regs": 40}
-# What is worth 1 to 3 % where keys lie side by side costs 8 % here (H200, 2026-11-16, a level of 64
-# x 4 rows over 8k keys: 24.0 us with it, 22.0 without), presumably because of many small copies.
+# Options that gain 1 to 3 % with contiguous keys cost 8 % here (H200, 2026-11-16, a level of 64 x 4
+# rows over 8k keys: 24.0 us with them, 22.0 without), presumably because of many small copies.
 _AT_EASE = {"delay_pv_wait": 0, "named_barriers": False}
 HOPPER_FORWARD_PAGED = {
     64: _D64_TWO._replace(**_LOOKING_UP),
@@ -350,31 +354,32 @@ HOPPER_FORWARD_PAGED = {
 }
 
 
-# Operands of 8 bits, by the larger padded head_dim: tiles of the 128 keys that share a scale. Of
-# 256 columns of values, 128 at a time are summed. H200, 8k tokens, 2026-11-16: turns 1.04, 1.03 and
-# 1.09x, dynamic scheduling 1.01 to 1.02x; two consumers without turns 0.76x at 64, 0.82x at 128.
-HOPPER_EIGHT = {
+# Quantised operands, by the larger padded head_dim: tiles of the 128 keys that share a scale. Of
+# 256 columns of values, 128 at a time are summed. H200, 8k tokens, 2026-11-16: pingpong 1.04, 1.03
+# and 1.09x, dynamic scheduling 1.01 to 1.02x; two consumers without pingpong 0.76x at 64, 0.82x at
+# 128.
+HOPPER_FP8 = {
     64: HopperConfig(128, 3, 4, q_stages=2, pingpong=True, dynamic=True, **_THREE),
     128: HopperConfig(128, 3, 4, q_stages=2, pingpong=True, dynamic=True, **_THREE),
     256: HopperConfig(128, 2, 2, pingpong=True, dynamic=True),
 }
-# Keys that a query sees, on average, from which on a whole call gains by FP8: 8k of them without a
+# Average number of keys per query from which on a whole call gains by FP8: 8k of them without a
 # mask 1.03 to 1.18x, 16k causal tokens 0.99 to 1.13x, half as many 0.9 to 0.97x.
-HOPPER_EIGHT_KEYS = 8192
-# Integers have a scale for each key of a tile, 32 registers of a thread: two consumers.
+HOPPER_FP8_KEYS = 8192
+# int8 has a scale for each key of a tile, 32 registers per thread: two consumers.
 _INTS = HopperConfig(128, 2, 4, q_stages=2, pingpong=True, dynamic=True)
 HOPPER_INT8 = {64: _INTS, 128: _INTS, 256: HopperConfig(128, 2, 2)}
 HOPPER_INT8_PV16 = {64: _INTS, 128: _INTS._replace(num_stages=2)}
 
 
-def hopper_eight_config(precision: str | None, width: int) -> HopperConfig:
-    """By a precision that is not None."""
+def hopper_quantised_config(precision: str | None, width: int) -> HopperConfig:
+    """The row of a precision that is not None."""
     tables: dict[str | None, dict[int, HopperConfig]]
-    tables = {"fp8": HOPPER_EIGHT, "int8": HOPPER_INT8, "int8_pv16": HOPPER_INT8_PV16}
+    tables = {"fp8": HOPPER_FP8, "int8": HOPPER_INT8, "int8_pv16": HOPPER_INT8_PV16}
     return tables[precision][width]
 
 
-HOPPER_UNROUNDED_WIDTH = 128  # a wider unrounded output has no room in shared memory
+HOPPER_UNROUNDED_WIDTH = 128  # a wider unrounded output does not fit shared memory
 
 
 def hopper_width(head_dim: int) -> int:
@@ -389,14 +394,14 @@ def hopper_forward_of(problem: Problem) -> HopperConfig:
         max(width, width_v), cut, problem.has_mask, _keys_met(problem), problem.page_size
     )
     if width != width_v:
-        config = config._replace(out_in_q=False)  # the tiles differ, and there is room
+        config = config._replace(out_in_q=False)  # the tiles differ, and there is enough memory
     if problem.out_dtype.itemsize == 4 and width_v == 128:
-        config = config._replace(q_stages=1)  # an unrounded output has the room of the next queries
+        config = config._replace(q_stages=1)  # an unrounded output takes the second stage of q
     return config
 
 
 def _keys_met(problem: Problem) -> int:
-    """The most keys that a tile of three consumers meets."""
+    """The most keys that a tile of three consumers reads."""
     left, right = problem.window
     if left is None or right is None:
         return problem.seqlen_k
@@ -404,7 +409,7 @@ def _keys_met(problem: Problem) -> int:
 
 
 def hopper_stages_out(problem: Problem) -> bool:
-    """Whether the output leaves by way of shared memory, not from registers."""
+    """Whether the output is stored through shared memory (TMA), not directly from registers."""
     rounded = problem.out_dtype.itemsize == 2
     return rounded or hopper_width(problem.head_dim_v) <= HOPPER_UNROUNDED_WIDTH
 
@@ -412,7 +417,7 @@ def hopper_stages_out(problem: Problem) -> bool:
 def hopper_forward_config(
     head_dim: int, cut: bool, has_mask: bool, keys: int, page_size: int = 0
 ) -> HopperConfig:
-    """`cut`: tiles differ in length, because of causal or a window. `keys`: those a tile meets."""
+    """cut: tiles differ in length (causal or window). keys: the keys that a tile reads."""
     dim = hopper_width(head_dim)
     if page_size:
         return HOPPER_FORWARD_PAGED[dim]
@@ -424,19 +429,19 @@ def hopper_forward_config(
     return short or dense or HOPPER_FORWARD[dim]
 
 
-# Keys come page by page, each by a copy of its own: a tile must be whole pages (or lie in one), and
-# parts of fewer than 16 rows would be more copies than the producer can start in time.
+# Keys are copied page by page: a tile must be whole pages (or part of one page), and copies of
+# fewer than 16 rows would be more copies than the producer can issue in time.
 HOPPER_PAGE_SIZES = (16, 32, 64, 128, 256)
-# Queries x heads, lengths rounded up as dispatch does, from which on pages are read here: tiles of
-# 128 for all processors of an H200, or for half of them if half is rounding. Triton's kernel is
-# half as fast, and splits the keys to use all.
+# Queries x heads, lengths rounded up as dispatch does, from which on this kernel reads pages: tiles
+# of 128 for all processors of an H200, or for half of them if half is rounding. Triton's kernel is
+# half as fast, but splits the keys to use all processors.
 HOPPER_PAGED_ROWS = 128 * 128
-# Packed sequences of fewer queries x heads of a group do not count together, however many they are:
-# each has a tile of its own, and most of it would be empty.
+# Packed sequences with fewer queries x heads of a group are not counted together, however many they
+# are: each has a tile of its own, and most of it would be empty.
 HOPPER_TILE_ROWS = 128
 
 
-# Few queries: tiles of 64 keys and values in flight. 96 kB of them keep memory busy; with twice as
+# Few queries: stages of 64 keys and values in flight. 96 kB of them keep memory busy; with twice as
 # many some processors run ahead of others, and all wait for the last (H200, 2026-11-15, 16 x 4k
 # keys: 61 to 66 us with three stages of head_dim 128, 49 to 68 us with six).
 HOPPER_DECODE_STAGES = {64: 6, 128: 3, 256: 2}  # out of pages, which take many small copies
@@ -444,13 +449,13 @@ HOPPER_DECODE_STAGES_DENSE = {64: 6, 128: 2, 256: 2}
 HOPPER_DECODE_KEYS = 256  # fewer are not worth a program and its share of the merge
 HOPPER_DECODE_ROWS = 16  # queries x heads of a group: one tensor-core product
 # 8-bit pages, head_dim 80 to 128: unpacking takes more warps than one program has.
-HOPPER_DECODE_EIGHT_STAGES, HOPPER_DECODE_EIGHT_PROGRAMS, HOPPER_DECODE_EIGHT_REGISTERS = 3, 2, 128
-HOPPER_DECODE_BATCH = 2048  # more go to triton: their lengths would not fit beside the tiles
+HOPPER_DECODE_KV8_STAGES, HOPPER_DECODE_KV8_PROGRAMS, HOPPER_DECODE_KV8_REGISTERS = 3, 2, 128
+HOPPER_DECODE_BATCH = 2048  # larger batches run on triton: their lengths would not fit smem
 
 
 def hopper_decode_programs(problem: Problem) -> int:
-    """Programs of few queries that a processor runs beside each other."""
-    return 1 if problem.page_dtype is None else HOPPER_DECODE_EIGHT_PROGRAMS
+    """Programs of the decode kernel that a processor runs at once."""
+    return 1 if problem.page_dtype is None else HOPPER_DECODE_KV8_PROGRAMS
 
 
 class HopperBackwardConfig(NamedTuple):
@@ -487,9 +492,7 @@ class HopperSplitConfig(NamedTuple):
     tile: int
     b0_stages: int
     b1_stages: int
-    own_in_registers: bool = (
-        False  # the own rows also lie in registers: tiles of 64 read much shared memory
-    )
+    own_in_registers: bool = False  # own rows also in registers: saves shared memory reads
     consumer_regs: int = 240
     producer_regs: int = 24
     entry_regs: int = 168
@@ -510,8 +513,8 @@ def hopper_split_config(head_dim: int) -> HopperSplitConfig:
 
 @contextmanager
 def trial(table: str, key: Any, row: Any) -> Iterator[None]:
-    """Inside the block `table[key]` is `row`, for all calls of the process: how `onchip tune` tries
-    rows. Choices that are cached are forgotten at both ends, so that other calls pay nothing.
+    """Inside the block `table[key]` is `row`, for all calls of the process: `onchip tune` tries
+    rows this way. Cached choices are dropped at both ends; other calls pay nothing for it.
     """
     rows = globals()[table]
     before = rows[key]

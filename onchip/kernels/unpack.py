@@ -1,5 +1,5 @@
-"""PTX that unpacks two 16-bit words, four 8-bit numbers, into fp16: $0 has the even ones of $2, $1
-the odd ones. See kernels/triton/eight.py.
+"""PTX that unpacks 32 bits of four 8-bit elements into fp16: $0 gets the two even elements of $2,
+$1 the two odd ones. Used by kernels/triton/kv8.py and kernels/hopper/words.py.
 """
 
 E4M3 = """{
@@ -10,7 +10,7 @@ E4M3 = """{
     cvt.rn.f16x2.e4m3x2 $0, even;
     cvt.rn.f16x2.e4m3x2 $1, odd;
 }"""
-# The byte of x + 128 as the last of a number from 1024 on, of which 1152 is taken off again.
+# fp16 0x64xx is 1024 + xx. With xx = x + 128 the fp16 number is x + 1152; then 1152 is subtracted.
 INT8 = """{
     .reg .b32 even, odd, offset;
     mov.b32 offset, 0x64806480;

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onchip.core.problem import DTYPES, MAX_HEAD_DIM, checks, device_info
 from onchip.kvcache.pool import Copy, Pool
-from onchip.quant.kv8 import LARGEST, SCALE_BYTES, format_of, quantise
+from onchip.quant.kv8 import MAX_VALUES, SCALE_BYTES, parse_kv_dtype, quantise
 
 MAX_PAGE_SIZE = 256
 
@@ -50,13 +50,13 @@ class Spec:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
-        if self.kv_dtype is not None and self.kv_dtype not in LARGEST:
-            formats = ", ".join(map(str, LARGEST))
+        if self.kv_dtype is not None and self.kv_dtype not in MAX_VALUES:
+            formats = ", ".join(map(str, MAX_VALUES))
             raise ValueError(f"kv_dtype {self.kv_dtype} is not one of {formats}, None")
 
     def stored_as(self, name: str | None) -> "Spec":
         """This spec with pages of kv_dtype "fp8", "int8", or None for dtype."""
-        return replace(self, kv_dtype=format_of(name))
+        return replace(self, kv_dtype=parse_kv_dtype(name))
 
     @property
     def k_page(self) -> tuple[int, int, int, int]:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 import onchip
 from onchip import masks
-from onchip.cost import question
+from onchip.cost import make_problem
 from onchip.cost.hardware import TABLE, Hardware
 from onchip.lab import traffic
 from onchip.lab.numbers import shown
-from onchip.lab.published.ledger import Step, ledger
+from onchip.lab.published.ledger import TileVisit, ledger
 from onchip.lab.traffic import Chip
 from onchip.parallel.machines import H200, LENGTHS
 
@@ -78,7 +78,7 @@ def counted(
     name: str, seqlen: int, head_dim: int, dtype: torch.dtype, sram: float
 ) -> traffic.Traffic:
     """The same of one that does not: with numbers in HBM in the type of the inputs."""
-    problem = question(seqlen, head_dim=head_dim, dtype=dtype)
+    problem = make_problem(seqlen, head_dim=head_dim, dtype=dtype)
     return FORMULAS[name](problem, Chip(sram, scratch=dtype))
 
 
@@ -156,7 +156,7 @@ class _Run:
     def data(self) -> dict[str, Any]:
         return {"steps": self.steps, "states": self.states, "total": self.total}
 
-    def _see(self, step: Step) -> None:
+    def _see(self, step: TileVisit) -> None:
         i, j = step.rows[0] // TILE, step.keys[0] // TILE
         self.steps.append([i, j, step.read_bytes, step.write_bytes])
         states = []

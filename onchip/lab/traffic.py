@@ -1,11 +1,12 @@
-"""What each algorithm moves between HBM and the chip, and computes, for a Problem: exact counts,
-equal to the ledgers of `onchip.lab.published` byte for byte, without running anything.
+"""Exact HBM traffic and operation counts of each algorithm for a Problem, without running it. The
+counts equal the ledgers of `onchip.lab.published` byte for byte.
 
-    problem = onchip.cost.question(1024, head_dim=64, num_heads=16, batch=64)
+    problem = onchip.cost.make_problem(1024, head_dim=64, num_heads=16, batch=64)
     print(onchip.lab.traffic.v1(problem, Chip(sram=51_200)).hbm_bytes)
 
-Every function takes what a ledger takes, as a Chip; a BlockMask if the problem has one; and, if it
-is packed, the (seqlen_q, seqlen_k) of each sequence. FlashAttention-3 moves what v2 moves.
+Every function takes the options of a ledger, as a Chip; a BlockMask if the problem has one; and, if
+it is packed, the (seqlen_q, seqlen_k) of each sequence. FlashAttention-3 moves the same bytes as
+v2.
 """
 
 from collections import Counter
@@ -26,16 +27,16 @@ from onchip.kernels.tiles import (
 )
 from onchip.masks import BlockMask, Visibility
 
-from .visits import Visits, page_ids, row_words, shares, visits
+from .visits import Visits, page_ids, row_mask_words, shares, visits
 
 Lengths = Sequence[tuple[int, int]]
-WORD_BYTES = 4  # of a mask's bits: 32 keys of a query
+WORD_BYTES = 4  # a word of mask bits: 32 keys of a query
 
 
 class Chip(NamedTuple):
-    """sram: elements of the inputs' dtype, None for 100 KiB, math.inf for all. scratch: the dtype
-    of what lies in HBM between two steps only, None for the accumulator's. tiles: (tile_m, tile_n)
-    in place of what sram gives.
+    """sram: elements of the inputs' dtype on the chip, None for 100 KiB, math.inf for everything.
+    scratch: the dtype of intermediates in HBM, None for the accumulator's. tiles: (tile_m, tile_n)
+    instead of the tiles that follow from sram.
     """
 
     sram: float | None = None
@@ -49,7 +50,7 @@ DEFAULT = Chip()
 @dataclass(frozen=True)
 class Traffic:
     """Bytes by tensor, and operations, as in a ledger: flops of matrix products (a multiply-add is
-    two), exps, and other_ops, one for every number that another operation makes or reduces.
+    two), exps, and other_ops, one for every number that another operation produces or reduces.
     """
 
     reads: Counter[str] = field(default_factory=Counter)
@@ -72,7 +73,7 @@ class Traffic:
 
     @property
     def intensity(self) -> float:
-        """flops of matrix products for a byte of HBM."""
+        """flops of matrix products per byte of HBM traffic."""
         return self.flops / max(1, self.hbm_bytes)
 
     def __add__(self, other: "Traffic") -> "Traffic":
@@ -97,7 +98,7 @@ def standard(
     mask: BlockMask | None = None,
     lengths: Lengths | None = None,
 ) -> Traffic:
-    """Algorithm 0, the forward: with all the chip it needs 4 N^2 + 4 N d numbers, and lse."""
+    """Algorithm 0, the forward. With unlimited SRAM: 4 N^2 + 4 N d numbers, and lse."""
     return _over_heads(
         problem, mask, lengths, lambda rule: _standard_head(_Count(problem, chip), rule)
     )
@@ -110,8 +111,8 @@ def standard_backward(
     lengths: Lengths | None = None,
     dlse: bool = False,
 ) -> Traffic:
-    """Algorithm 3, from the P that the forward stored: with all the chip it needs 7 N^2 + 8 N d.
-    dlse: whether a gradient comes through lse, too.
+    """Algorithm 3, from the P that the forward stored. With unlimited SRAM: 7 N^2 + 8 N d. dlse:
+    whether lse has a gradient, too.
     """
     count = _Count(problem, chip)
     heads = _over_heads(
@@ -159,7 +160,7 @@ def v2(
     mask: BlockMask | None = None,
     lengths: Lengths | None = None,
 ) -> Traffic:
-    """FlashAttention-2, Algorithm 1: the forward. Of v4 bytes and flops are the same."""
+    """FlashAttention-2, Algorithm 1: the forward. v4 has the same bytes and flops."""
     count = _Count(problem, chip)
     tiles = count.tiles(paper_v2_tiles)
     return _over_heads(
@@ -189,7 +190,7 @@ def v2_backward(
 def split_kv(
     problem: Problem, num_splits: int, chip: Chip = DEFAULT, lengths: Lengths | None = None
 ) -> Traffic:
-    """v2 over so many shares of the keys, and the merge of what they give."""
+    """v2 over num_splits shares of the keys, and the merge of their results."""
     _check("num_splits", num_splits)
     count = _Count(problem, chip)
     return _over_heads(problem, None, lengths, lambda rule: _split_head(count, rule, num_splits))
@@ -198,7 +199,7 @@ def split_kv(
 def paged(
     problem: Problem, page_size: int, cache_seqlens: Sequence[int], chip: Chip = DEFAULT
 ) -> Traffic:
-    """v2 of a batch whose keys lie in pages: each visit reads the ids of its pages."""
+    """v2 of a batch with paged keys: each visit reads the ids of its pages."""
     _check("page_size", page_size)
     _plain(problem)
     if len(cache_seqlens) != problem.batch or min(cache_seqlens, default=0) < 0:
@@ -215,8 +216,8 @@ def paged(
 
 
 def cascade(problem: Problem, prefix: int, chip: Chip = DEFAULT) -> Traffic:
-    """A batch whose sequences share `prefix` keys before those of the problem: v2 over the prefix
-    with the queries of all sequences as rows, v2 over each sequence's own keys, and the merge.
+    """A batch with `prefix` shared keys before the keys of the problem: v2 over the prefix with the
+    queries of all sequences as rows, v2 over each sequence's own keys, and the merge.
     """
     _plain(problem)
     if prefix < 0:
@@ -233,7 +234,7 @@ def ring(
     problem: Problem, num_ranks: int, chip: Chip = DEFAULT, lengths: Lengths | None = None
 ) -> Traffic:
     """v2 over a chunk of keys in each round of each rank, merged into a state; all ranks together.
-    What links carry is `k.sent` and `v.sent`.
+    `k.sent` and `v.sent` are the bytes on the links.
     """
     _check("num_ranks", num_ranks)
     count = _Count(problem, chip)
@@ -246,9 +247,9 @@ def ring(
 
 
 def pack_heads(problem: Problem) -> Problem:
-    """The problem in which the query heads of a group are rows of one tile, so that keys are loaded
-    once for all of them, as kernels for few queries do. ValueError where rows of a tile then would
-    not see the same keys.
+    """The problem with the query heads of a group as rows of one tile, so that keys are loaded once
+    for all of them, as decode kernels do. ValueError if the rows of a tile would not see the same
+    keys.
     """
     banded = problem.causal or problem.window_size != (None, None)
     _plain(problem)
@@ -275,7 +276,7 @@ def _plain(problem: Problem) -> None:
 
 
 class _Count:
-    """What counting needs to know of a problem: dims, and bytes of a number of each kind."""
+    """The sizes of a problem that counting needs: dims, and bytes per number of each kind."""
 
     def __init__(self, problem: Problem, chip: Chip):
         _check("Chip.sram", 1 if chip.sram is None else chip.sram)
@@ -305,7 +306,7 @@ def _standard_head(count: _Count, rule: Visibility) -> Traffic:
     scores = _product(count, (n_q, n_k, count.d), {"q": e, "k": e, "s": s})
     values = _product(count, (n_q, count.dv, n_k), {"p": s, "v": e, "o": count.out})
     loads = 1 if passes == 1 else 2
-    bits = loads * row_words(rule, count.sram) * WORD_BYTES
+    bits = loads * row_mask_words(rule, count.sram) * WORD_BYTES
     online = n_q * passes if passes > 1 else 0
     softmax = Traffic(
         Counter({"s": loads * cells * s, "mask": bits}),
@@ -336,14 +337,14 @@ def _standard_backward_head(count: _Count, rule: Visibility, dlse: bool) -> Traf
 
 
 def _standard_delta(count: _Count, n_q: int) -> Traffic:
-    """What a gradient through lse adds to Algorithm 3: delta is written, and read."""
+    """Added to Algorithm 3 by a gradient through lse: delta is written and read."""
     rows, outs = n_q * count.wide, n_q * count.dv * count.out
     reads = {"o.delta": outs, "do.delta": outs, "dlse": rows, "delta": rows}
     return Traffic(Counter(reads), Counter(delta=rows), other_ops=2 * n_q * count.dv + n_q)
 
 
 def _product(count: _Count, shape: tuple[int, int, int], names: dict[str, int]) -> Traffic:
-    """a (m, k) @ b (k, n) = c in tiles: names of a, b and c with the bytes of their numbers."""
+    """a (m, k) @ b (k, n) = c in tiles. names: a, b and c with the bytes per number of each."""
     (m, n, k), ((a, of_a), (b, of_b), (c, of_c)) = shape, names.items()
     tiles = paper_product_tiles(count.sram, k)
     return Traffic(
@@ -358,7 +359,7 @@ def _v1_head(count: _Count, n: Visits) -> Traffic:
     d, dv, wide = count.d, count.dv, count.wide
     state = {"o": n.rows * dv * count.scratch, "l": n.rows * wide, "m": n.rows * wide}
     kv = {"k": n.seqlen_k * d * count.x, "v": n.seqlen_k * dv * count.x}
-    reads = state | kv | {"q": n.rows * d * count.x, "mask": n.words * WORD_BYTES}
+    reads = state | kv | {"q": n.rows * d * count.x, "mask": n.mask_words * WORD_BYTES}
     outs = n.seqlen_q * dv
     writes = state | {"o.init": outs * count.scratch}
     writes |= dict.fromkeys(("l.init", "m.init"), n.seqlen_q * wide)
@@ -400,7 +401,7 @@ def _v2_head(count: _Count, n: Visits) -> Traffic:
         "q": n.seqlen_q * d * count.x,
         "k": n.keys * d * count.x,
         "v": n.keys * dv * count.x,
-        "mask": n.words * WORD_BYTES,
+        "mask": n.mask_words * WORD_BYTES,
     }
     writes = {"o": n.seqlen_q * dv * count.out, "lse": n.seqlen_q * count.wide}
     end = n.seqlen_q * (dv + 2)  # the division by l, and lse
@@ -448,7 +449,7 @@ def _ring_head(count: _Count, rule: Visibility, num_ranks: int) -> Traffic:
 
 
 def _ring_merge(count: _Count, rows: int) -> Traffic:
-    """A state and a part, into the state."""
+    """Merge a part into a state."""
     state = Counter({"o.state": rows * count.dv * count.wide, "lse.state": rows * count.wide})
     parts = Counter({"o.parts": state["o.state"], "lse.parts": state["lse.state"]})
     return replace(_merge_head(count, rows, 2), reads=state + parts, writes=state)
@@ -465,7 +466,7 @@ def _ring_end(count: _Count, rows: int, any_seen: bool) -> Traffic:
 
 
 def _part_head(count: _Count, rule: Visibility, name: str = "parts") -> Traffic:
-    """v2 over a segment of keys, which leaves (out, lse) unrounded in HBM."""
+    """v2 over a segment of keys, which stores (out, lse) unrounded in HBM."""
     traffic = _v2_head(count, visits(rule, count.tiles(paper_v2_tiles), skips=True))
     writes = {
         f"o.{name}": rule.seqlen_q * count.dv * count.wide,
@@ -485,13 +486,15 @@ def _merge_head(count: _Count, rows: int, parts: int) -> Traffic:
 
 
 def _backward_loop(count: _Count, n: Visits) -> Traffic:
-    """What v1 and v2 share: k and v once, dq to and fro with every visit, five products."""
+    """The part of the backward that v1 and v2 share: k and v once, dq read and written in every
+    visit, five products.
+    """
     d, dv = count.d, count.dv
     keys = {"k": n.seqlen_k * d * count.x, "v": n.seqlen_k * dv * count.x}
     dq = {"dq": n.rows * d * count.scratch}
     dkv = {"dk": n.seqlen_k * d * count.dkv, "dv": n.seqlen_k * dv * count.dkv}
     return Traffic(
-        Counter(keys | dq | {"mask": n.words * WORD_BYTES}),
+        Counter(keys | dq | {"mask": n.mask_words * WORD_BYTES}),
         Counter(dq | dkv),
         flops=n.cells * (6 * d + 4 * dv),
         exps=n.cells,
@@ -544,7 +547,7 @@ def _over_heads(problem: Problem, mask: BlockMask | None, lengths: Lengths | Non
 def _rules(
     problem: Problem, mask: BlockMask | None, lengths: Lengths | None
 ) -> Iterator[tuple[Visibility, int]]:
-    """Every rule of visibility, and how many (batch, head) pairs follow it."""
+    """Every visibility rule, and the number of (batch, head) pairs with it."""
     if problem.packed != (lengths is not None):
         raise ValueError(f"problem.packed={problem.packed}, but lengths={lengths!r}")
     if problem.has_mask != (mask is not None):

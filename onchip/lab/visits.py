@@ -1,5 +1,5 @@
-"""Which tiles of scores an algorithm visits: counted by rows of tiles, so that a million tokens
-take no time.
+"""The tiles of scores that an algorithm visits, counted by rows of tiles: a million tokens take no
+time.
 """
 
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from onchip.masks import BLOCK, Visibility
 
 
 class Visits(NamedTuple):
-    """Of one head: all rows and keys; and, summed over the tiles visited, their rows, keys, cells,
-    and the words of their masks.
+    """One head: its rows and keys; and, summed over the visited tiles, their rows, keys, cells, and
+    the 32-bit words of their mask bits.
     """
 
     seqlen_q: int
@@ -19,26 +19,26 @@ class Visits(NamedTuple):
     rows: int
     keys: int
     cells: int
-    words: int
+    mask_words: int
 
 
 def visits(rule: Visibility, tiles: TileConfig, skips: bool) -> Visits:
-    """skips: whether tiles that causal and window hide as a whole are left out."""
+    """Count the visits. skips: whether tiles that causal and window hide completely are skipped."""
     rule = rule if skips else rule._replace(causal=False, window_size=(None, None))
     grid = _Grid(rule, tiles)
-    rows = keys = cells = words = 0
+    rows = keys = cells = mask_words = 0
     for q0, q1 in grid.row_tiles():
         for lo, hi in rule.spans(q0, q1):
-            start, stop = grid.widened(lo, hi)
+            start, stop = grid.widen_to_tiles(lo, hi)
             rows += (q1 - q0) * grid.tiles_between(start, stop)
             keys += stop - start
             cells += (q1 - q0) * (stop - start)
-            words += (q1 - q0) * grid.words(q0 // BLOCK, start, stop)
-    return Visits(rule.seqlen_q, rule.seqlen_k, rows, keys, cells, words)
+            mask_words += (q1 - q0) * grid.mask_words(q0 // BLOCK, start, stop)
+    return Visits(rule.seqlen_q, rule.seqlen_k, rows, keys, cells, mask_words)
 
 
 class _Grid:
-    """The tiles of a rule: where a mask has blocks, no tile lies in two of them."""
+    """The tiles of a rule; with a mask, no tile spans two of its blocks."""
 
     def __init__(self, rule: Visibility, tiles: TileConfig):
         self.rule, (self.tile_m, self.tile_n) = rule, tiles
@@ -51,7 +51,7 @@ class _Grid:
             end = min(first + self.period_q, self.rule.seqlen_q)
             yield from ((q0, min(q0 + self.tile_m, end)) for q0 in range(first, end, self.tile_m))
 
-    def widened(self, lo: int, hi: int) -> tuple[int, int]:
+    def widen_to_tiles(self, lo: int, hi: int) -> tuple[int, int]:
         """The keys of the tiles that [lo, hi) touches."""
         block, rest = divmod(hi - 1, self.period_k)
         end = min((rest // self.tile_n + 1) * self.tile_n, self.period_k)
@@ -65,24 +65,24 @@ class _Grid:
         block, rest = divmod(k, self.period_k)
         return block * -(-self.period_k // self.tile_n) + rest // self.tile_n
 
-    def words(self, block_q: int, start: int, stop: int) -> int:
-        """Words of a row of bits of the PARTIAL blocks among these tiles, each tile for itself."""
+    def mask_words(self, block_q: int, start: int, stop: int) -> int:
+        """Mask words per row of the PARTIAL blocks among these tiles, counted for each tile."""
         if self.status is None:
             return 0
         return sum(
-            _words(max(start, j * BLOCK), min(stop, (j + 1) * BLOCK), self.tile_n)
+            _count_words(max(start, j * BLOCK), min(stop, (j + 1) * BLOCK), self.tile_n)
             for j in range(start // BLOCK, -(-stop // BLOCK))
             if self.status[block_q, j] == 1
         )
 
 
-def _words(start: int, stop: int, tile: int) -> int:
-    """Words that hold the bits of keys [start, stop), read in tiles."""
+def _count_words(start: int, stop: int, tile: int) -> int:
+    """32-bit words that hold the bits of keys [start, stop), read in tiles."""
     return sum(-(-min(k + tile, stop) // 32) - k // 32 for k in range(start, stop, tile))
 
 
-def row_words(rule: Visibility, tile: int) -> int:
-    """The same over all rows of a whole mask, in tiles of keys that do not know of its blocks."""
+def row_mask_words(rule: Visibility, tile: int) -> int:
+    """The same over all rows of a whole mask, in tiles of keys that ignore the mask's blocks."""
     if rule.mask is None:
         return 0
     total, (seqlen_q, seqlen_k) = 0, (rule.seqlen_q, rule.seqlen_k)
@@ -90,20 +90,20 @@ def row_words(rule: Visibility, tile: int) -> int:
         rows = min((i + 1) * BLOCK, seqlen_q) - i * BLOCK
         start, stop = j * BLOCK, min((j + 1) * BLOCK, seqlen_k)
         cuts = [start, *range(start - start % tile + tile, stop, tile), stop]
-        total += rows * sum(_words(a, b, b - a) for a, b in zip(cuts, cuts[1:], strict=False))
+        total += rows * sum(_count_words(a, b, b - a) for a, b in zip(cuts, cuts[1:], strict=False))
     return total
 
 
 def page_ids(rule: Visibility, tiles: TileConfig, page_size: int) -> int:
-    """Pages that the tiles visited touch, each tile for itself."""
+    """Page ids that the visited tiles read, counted for each tile."""
     grid, ids = _Grid(rule, tiles), 0
     for q0, q1 in grid.row_tiles():
-        for start, stop in (grid.widened(*span) for span in rule.spans(q0, q1)):
+        for start, stop in (grid.widen_to_tiles(*span) for span in rule.spans(q0, q1)):
             for k0 in range(start, stop, tiles.tile_n):
                 ids += -(-min(k0 + tiles.tile_n, stop) // page_size) - k0 // page_size
     return ids
 
 
 def shares(length: int, num: int) -> list[tuple[int, int]]:
-    """A range cut into so many, as even as can be."""
+    """A range in `num` parts, as even as possible."""
     return [(length * i // num, length * (i + 1) // num) for i in range(num)]

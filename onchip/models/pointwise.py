@@ -1,7 +1,7 @@
-"""What a decoder computes between its matrix products: the definitions, in torch, and one launch
-for each of them where a GPU has Triton.
+"""The operations between the matrix products of a decoder: their definitions in torch, and one
+fused launch each if a GPU has Triton.
 
-The fused kernels serve inference: with gradients enabled, under compilers and transforms, and in
+The fused kernels serve inference. With gradients enabled, under compilers and transforms, and in
 fp64 the definitions run.
 """
 
@@ -17,7 +17,9 @@ from onchip.core.problem import device_info, is_eager
 
 
 class Norms(NamedTuple):
-    """The RMSNorms of the heads of q and k: weights (head_dim,), eps, what is added to a weight."""
+    """The RMSNorms of the heads of q and k: weights (head_dim,), eps, and the offset added to a
+    weight.
+    """
 
     q_weight: Tensor
     k_weight: Tensor
@@ -65,14 +67,14 @@ def place(
     pages: tuple[Tensor, ...],
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Only where `fused(qkv)`: q (tokens, num_heads, head_dim), normed and turned; k and v of the
-    same tokens, k normed and turned too, are in their slots.
+    """q (tokens, num_heads, head_dim), normed and rotated (RoPE); k and v of the same tokens, k
+    normed and rotated too, are written to their slots. Only if `fused(qkv)`.
 
-    qkv: (tokens, (num_heads + 2 num_kv_heads) head_dim), a row of which holds q, then k, then v.
-    turn: (cos, sin), fp32 (tokens, 1, half), or None where nothing turns. pages: k_pages, v_pages
-    (num_pages, page_size, num_kv_heads, head_dim), and if these are of 8 bits their scales, fp32
-    (num_pages, page_size, num_kv_heads); slot_mapping: int32 (tokens,), a slot outside the pages,
-    like -1, writes nothing.
+    qkv: (tokens, (num_heads + 2 num_kv_heads) head_dim); a row holds q, then k, then v. turn: (cos,
+    sin), fp32 (tokens, 1, half), or None for no rotation. pages: k_pages, v_pages (num_pages,
+    page_size, num_kv_heads, head_dim), and for 8-bit pages their scales, fp32 (num_pages,
+    page_size, num_kv_heads). slot_mapping: int32 (tokens,); a slot out of range, like -1, writes
+    nothing.
     """
     _check_place(qkv, num_heads, pages, slot_mapping)
     from onchip.kernels.llm import pointwise as kernel
@@ -89,7 +91,7 @@ def _check_place(
     width = (num_heads + 2 * num_kv_heads) * head_dim
     if qkv.shape != (slot_mapping.shape[0], width) or k_pages.shape != v_pages.shape:
         raise ValueError(
-            f"qkv {tuple(qkv.shape)} has no place in pages {tuple(k_pages.shape)} and"
+            f"qkv {tuple(qkv.shape)} does not fit pages {tuple(k_pages.shape)} and"
             f" {tuple(v_pages.shape)} with {num_heads=} and {slot_mapping.shape[0]} slots"
         )
     if not scales and (k_pages.dtype != qkv.dtype or v_pages.dtype != qkv.dtype):
@@ -97,8 +99,8 @@ def _check_place(
 
 
 def fused(*tensors: Tensor) -> ModuleType | None:
-    """The kernels that compute all of these functions, and `place`, in one launch each; None where
-    the definitions run.
+    """The module with fused kernels for all of these functions and `place`; None if the definitions
+    must run.
     """
     x = tensors[0]
     if x.device.type != "cuda" or torch.is_grad_enabled() or not is_eager(x):

@@ -1,10 +1,11 @@
-"""Low precision: formats, scales, rotation, smoothing, and attention computed with them, executable
-on any torch device. `formats.INT8` is the number format, `recipes.INT8` a way to compute attention.
+"""Low precision: number formats, scales, rotation, smoothing, and reference attention with
+quantised operands, on any torch device. `formats.INT8` is the number format, `recipes.INT8` a way
+to compute attention.
 """
 
 from . import formats, recipes
 from .accumulator import Accumulator
-from .formats import Format, cast
+from .formats import NumberFormat, cast
 from .recipes import Recipe, attend, prepare
 from .rotation import rotate, unrotate
 from .schemes import Quantised, Scheme, quantise
@@ -12,7 +13,7 @@ from .smoothing import lse_shift, smooth_keys
 
 __all__ = [
     "Accumulator",
-    "Format",
+    "NumberFormat",
     "Quantised",
     "Recipe",
     "Scheme",

@@ -1,4 +1,4 @@
-"""The short accumulator of FP8 tensor cores, as a model of what it loses."""
+"""A model of the short accumulator of FP8 tensor cores and its rounding."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +11,13 @@ INSTRUCTION = 32  # products of 8 bits that one wgmma adds at once
 
 @dataclass(frozen=True)
 class Accumulator:
-    """How Hopper adds FP8 products: each instruction aligns 32 of them and the sum so far to the
-    largest, and cuts off, towards zero, what lies below `bits` bits. DeepSeek-V3 (arXiv 2412.19437,
-    section 3.5.2) found 14, SageAttention2 (arXiv 2411.10958) 13 behind the leading one.
+    """How Hopper adds FP8 products: each instruction aligns 32 of them and the running sum to the
+    largest addend, and truncates everything below `bits` bits towards zero. DeepSeek-V3 (arXiv
+    2412.19437, section 3.5.2) measured 14 bits, SageAttention2 (arXiv 2411.10958) 13 after the
+    leading one.
 
-    `promote` products later, or where the product ends, the sum is added to one in fp32. None:
-    never, the sum stays where it is.
+    After `promote` products, or at the end of the product, the sum is added to one in fp32. None:
+    the sum is never promoted.
     """
 
     bits: int = 14
@@ -28,7 +29,7 @@ class Accumulator:
 
 
 def add_product(acc: Tensor, a: Tensor, b: Tensor, accumulator: Accumulator | None) -> Tensor:
-    """acc + a @ b for a (..., rows, n) and b (..., n, columns), n products to each sum; without an
+    """acc + a @ b for a (..., rows, n) and b (..., n, columns), n products per sum; without an
     accumulator as torch adds them.
     """
     if accumulator is None:
@@ -51,11 +52,11 @@ def _short_sum(acc: Tensor, a: Tensor, b: Tensor, bits: int) -> Tensor:
 
 
 def _instruction(acc: Tensor, a: Tensor, b: Tensor, bits: int) -> Tensor:
-    """One wgmma: acc + a @ b, all addends cut off below `bits` bits of the largest."""
+    """One wgmma: acc + a @ b, all addends truncated below `bits` bits of the largest."""
     products = a[..., :, :, None] * b[..., None, :, :]  # (..., rows, n, columns)
     largest = torch.maximum(products.abs().amax(-2), acc.abs())
-    # The power of two above it, by an exact division: not every device's exp2 gives exact powers.
+    # The next power of two, by an exact division: not every device's exp2 gives exact powers.
     power = torch.where(largest == 0, 1.0, largest / torch.frexp(largest).mantissa)
     quantum = power * 2.0**-bits
-    kept = (products / quantum[..., None, :]).trunc().sum(-2) + (acc / quantum).trunc()
-    return kept * quantum
+    total = (products / quantum[..., None, :]).trunc().sum(-2) + (acc / quantum).trunc()
+    return total * quantum

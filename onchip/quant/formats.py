@@ -1,4 +1,4 @@
-"""Number formats of one byte and less, as grids: what survives of a tensor that is stored so."""
+"""Number formats of at most one byte, as grids of numbers."""
 
 import math
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Format:
+class NumberFormat:
     """The numbers +-n * 2^(e - mantissa_bits) up to max, with integers e >= min_exponent and n in
-    [0, 2 * 2^mantissa_bits). Below 2 * 2^min_exponent they are evenly spaced, integers altogether.
-    `dtype` stores them: torch's own where it has one, else fp32.
+    [0, 2 * 2^mantissa_bits). Below 2 * 2^min_exponent they are evenly spaced; for integer formats
+    all are. `dtype` stores them: torch's own dtype if it has one, else fp32.
     """
 
     name: str
@@ -27,21 +27,21 @@ class Format:
         return tuple(2.0 ** (e - self.mantissa_bits) for e in range(self.min_exponent, top))
 
 
-E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 3, -6)
-E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2, -14)
-INT8 = Format("int8", torch.int8, 127.0, 6, 6)  # -128 stays unused: -x must be there for every x
-FP4 = Format("fp4", torch.float32, 6.0, 1, 0)  # e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6
+E4M3 = NumberFormat("e4m3", torch.float8_e4m3fn, 448.0, 3, -6)
+E5M2 = NumberFormat("e5m2", torch.float8_e5m2, 57344.0, 2, -14)
+INT8 = NumberFormat("int8", torch.int8, 127.0, 6, 6)  # without -128: -x must exist for every x
+FP4 = NumberFormat("fp4", torch.float32, 6.0, 1, 0)  # e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, INT8, FP4)}
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in the precision that this room computes in: fp64 stays, all else becomes fp32."""
+    """x in the precision of this package: fp64 stays, everything else becomes fp32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def cast(x: Tensor, fmt: Format, generator: torch.Generator | None = None) -> Tensor:
-    """x on the grid of fmt, as fp32. What lies outside, infinities too, becomes +-max (as
-    cvt.satfinite does on a GPU, where torch's casts give NaN or infinity); NaN stays NaN.
+def cast(x: Tensor, fmt: NumberFormat, generator: torch.Generator | None = None) -> Tensor:
+    """x on the grid of fmt, as fp32. Numbers out of range, infinities too, become +-max (like
+    cvt.satfinite on a GPU, where torch's casts give NaN or infinity); NaN stays NaN.
 
     Rounds to nearest, ties to even. With a generator it rounds at random, up with the probability
     that makes the mean exact: numbers on the grid stay. A CPU generator gives the same numbers on
@@ -54,17 +54,17 @@ def cast(x: Tensor, fmt: Format, generator: torch.Generator | None = None) -> Te
     return (n * step).float()
 
 
-def store(x: Tensor, fmt: Format) -> Tensor:
-    """Numbers of `cast` in the dtype of fmt, exactly. Integers have no NaN: 0 takes its place."""
+def store(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """Numbers of `cast` in the dtype of fmt, exactly. Integers have no NaN: it becomes 0."""
     return (x if fmt.dtype.is_floating_point else x.nan_to_num(nan=0.0)).to(fmt.dtype)
 
 
-def _step(x: Tensor, fmt: Format) -> Tensor:
-    """The distance of x's neighbours on the grid. Out of a table: not every device's exp2 gives
-    exact powers.
+def _step(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """The distance of x's neighbours on the grid, from a table: not every device's exp2 gives exact
+    powers.
     """
     steps = torch.tensor(fmt.steps, dtype=x.dtype, device=x.device)
-    exponent = torch.frexp(x).exponent.long() - 1  # NaN has any, and zero 0
+    exponent = torch.frexp(x).exponent.long() - 1  # undefined for NaN, 0 for zero
     return steps[(exponent - fmt.min_exponent).clamp(0, len(steps) - 1)]
 
 

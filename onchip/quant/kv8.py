@@ -1,7 +1,7 @@
-"""Keys and values of 8 bits: one fp32 scale for each token and head, x ~ values * scale.
+"""8-bit keys and values (kv8): one fp32 scale per token and head, x ~ values * scale.
 
-A token's scale is known when the token is written, so nothing is ever quantised again, and a head
-of dim elements takes dim + 4 bytes: 132 for 128, where 16 bits take 256.
+The scale of a token is computed when the token is written, so nothing is ever quantised twice. A
+head of dim elements takes dim + 4 bytes: 132 for 128, where 16 bits take 256.
 """
 
 from functools import cache
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+MAX_VALUES = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 SCALE_BYTES = 4
-# The least scale, a normal number: x / scale is then finite for any x, and 0 for zeros.
-LEAST_SCALE = 2.0**-126
+# The smallest scale, a normal number: x / scale is then finite for any x, and 0 for zeros.
+MIN_SCALE = 2.0**-126
 
 
-def format_of(name: str | None) -> torch.dtype | None:
+def parse_kv_dtype(name: str | None) -> torch.dtype | None:
     """The dtype of a kv_dtype: "fp8" (e4m3), "int8", or None: not quantised."""
     if name is None:
         return None
@@ -32,45 +32,46 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     nan = (x * 0.0).sum(-1)
-    # By a tensor: on a GPU a number would be replaced by its reciprocal, and scales would differ.
-    scales = x.abs().amax(-1) / x.new_tensor(LARGEST[dtype])
-    scales = scales.clamp_(min=LEAST_SCALE) + nan
+    # Divide by a tensor: on a GPU torch would multiply by a number's reciprocal, and scales differ.
+    scales = x.abs().amax(-1) / x.new_tensor(MAX_VALUES[dtype])
+    scales = scales.clamp_(min=MIN_SCALE) + nan
     values = x / scales[..., None]
     if dtype == torch.int8:
         values = values.round_().nan_to_num_(0.0)
     return values.to(dtype), scales
 
 
-def held(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Something like x (..., dim), in its own dtype, whose quantisation loses nothing: each row on
-    the grid of the format times a power of two, with an element at the end of the grid. 16 bits
-    hold it, too: calls over it in 8 and in 16 bits have the same answer.
+def snap_to_grid(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor near x (..., dim), in its dtype, that quantises without loss: each row is on the
+    grid of the format times a power of two, with one element at the end of the grid. 16 bits hold
+    it exactly, too, so calls over it in 8 and in 16 bits have the same result.
     """
     wide = x.float()
-    unit = torch.exp2((wide.abs().amax(-1, keepdim=True) / LARGEST[dtype]).log2().ceil())
+    unit = torch.exp2((wide.abs().amax(-1, keepdim=True) / MAX_VALUES[dtype]).log2().ceil())
     y = wide / unit
-    y = widened((y.round() if dtype == torch.int8 else y).to(dtype), torch.float32)
+    y = widen((y.round() if dtype == torch.int8 else y).to(dtype), torch.float32)
     at = wide.abs().argmax(-1, keepdim=True)
-    y.scatter_(-1, at, LARGEST[dtype] * wide.gather(-1, at).sign())
+    y.scatter_(-1, at, MAX_VALUES[dtype] * wide.gather(-1, at).sign())
     return (y * unit).to(x.dtype)
 
 
 def dequantise(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """values (..., dim) * scales (...) in dtype."""
-    return widened(values, dtype).mul_(scales[..., None].to(dtype))
+    return widen(values, dtype).mul_(scales[..., None].to(dtype))
 
 
-def widened(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values alone, in a dtype that holds them exactly. By a table: torch's own conversion of
-    e4m3 takes five times as long on the CPU (6.8 against 1.4 ms for a million, 2026-11-15).
+def widen(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values without scales, in a dtype that holds them exactly. By a table: torch's own
+    conversion of e4m3 takes five times as long on the CPU (6.8 against 1.4 ms for a million,
+    2026-11-15).
     """
     if values.dtype == torch.int8 or values.device.type != "cpu":
         return values.to(dtype)
     at = values.view(torch.uint8).flatten().int()
-    return _meanings(dtype).index_select(0, at).view(values.shape)
+    return _e4m3_table(dtype).index_select(0, at).view(values.shape)
 
 
 @cache
-def _meanings(dtype: torch.dtype) -> Tensor:
-    """What each of the 256 bytes stands for in e4m3."""
+def _e4m3_table(dtype: torch.dtype) -> Tensor:
+    """The numbers of all 256 bytes in e4m3."""
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)

@@ -1,8 +1,9 @@
-"""Attention with narrow operands: recipes, and the executable reference that kernels are judged by.
+"""Attention with quantised operands: recipes, and their executable reference, by which kernels are
+judged.
 
-`attend` walks tiles as the Hopper kernel does, keys from last to first, so that p is cast relative
-to the same running maximum. Operands are multiplied with their scales first, which changes no sum
-but by fp32's rounding; sums are those of fp32, or of the tensor cores' short accumulator where the
+`attend` visits tiles in the order of the Hopper kernel, keys from last to first, so that p is cast
+relative to the same running maximum. Operands are multiplied by their scales first, which changes a
+sum only by fp32's rounding. Sums are in fp32, or in the tensor cores' short accumulator if the
 recipe says so.
 """
 
@@ -25,11 +26,11 @@ from onchip.core.problem import (
     check_values,
     describe,
 )
-from onchip.core.state import State, finalize
+from onchip.core.state import State, finalize, fold_tiles
 from onchip.masks.visibility import Visibility
 from onchip.quant import formats
 from onchip.quant.accumulator import Accumulator, add_product
-from onchip.quant.formats import E4M3, Format, cast, wide
+from onchip.quant.formats import E4M3, NumberFormat, cast, wide
 from onchip.quant.rotation import rotate
 from onchip.quant.schemes import Quantised, Scheme, quantise
 from onchip.quant.smoothing import lse_shift, smooth_keys
@@ -37,13 +38,13 @@ from onchip.quant.smoothing import lse_shift, smooth_keys
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the operands of both products are narrowed.
+    """How the operands of both products are quantised.
 
-    q, k, v: their schemes; None leaves q and k as they come, and rounds v to pv_dtype.
+    q, k, v: their schemes; None leaves q and k unchanged, and rounds v to pv_dtype.
     p: the format of the weights, exp(score - running maximum) * p_scale; None: pv_dtype, unscaled.
-    rotate: q and k by a signed Hadamard matrix of `seed`.
-    smooth: keys without the mean of their sequence, and the lse corrected.
-    tile_m queries walk tiles of tile_n keys, from the last to the first if `backwards`.
+    rotate: multiply q and k by a signed Hadamard matrix of `seed`.
+    smooth: subtract from the keys the mean of their sequence, and correct lse.
+    tile_m queries loop over tiles of tile_n keys, from the last to the first if `backwards`.
     accumulator: how products of two FP8 operands are added; None: in fp32.
     """
 
@@ -51,7 +52,7 @@ class Recipe:
     q: Scheme | None
     k: Scheme | None
     v: Scheme | None = None
-    p: Format | None = None
+    p: NumberFormat | None = None
     p_scale: float = 256.0
     pv_dtype: torch.dtype = torch.bfloat16
     rotate: bool = False
@@ -64,14 +65,16 @@ class Recipe:
 
     def __post_init__(self):
         if self.p is not None and not 0 < self.p_scale <= self.p.max:
-            raise ValueError(f"p_scale={self.p_scale} must lie in (0, {self.p.max}], or 1 is cut")
+            raise ValueError(
+                f"p_scale={self.p_scale} must be in (0, {self.p.max}], otherwise p = 1 saturates"
+            )
         if self.tile_m < 1 or self.tile_n < 1:
             raise ValueError(f"tile_m={self.tile_m} and tile_n={self.tile_n} must be positive")
 
 
-class Operands(NamedTuple):
-    """q, k, v as a recipe has them, and the keys' mean if it was taken off. What is not quantised
-    is a plain tensor in fp32 (fp64 for fp64).
+class RecipeOperands(NamedTuple):
+    """q, k, v as a recipe quantises them, and the keys' mean if it was subtracted. An operand that
+    is not quantised is a plain tensor in fp32 (fp64 for fp64).
     """
 
     q: Quantised | Tensor
@@ -85,20 +88,20 @@ _TOKEN = Scheme(formats.INT8, "token")
 _TENSOR = Scheme(E4M3, "tensor")
 _HEAD = Scheme(E4M3, "head")
 
-# What precision="fp8" means: the FlashAttention-3 paper's block quantisation and rotation, keys
-# without their mean, which e4m3 would spend its bits on where channels are biased, and p scaled so
-# that weights down to 2^-17 of a row's largest survive the cast.
+# precision="fp8": the FlashAttention-3 paper's block quantisation and rotation; keys without their
+# mean, on which e4m3 would spend its bits if channels are biased; and p scaled so that weights down
+# to 2^-17 of a row's largest survive the cast.
 FP8 = Recipe("fp8", _BLOCK, _BLOCK, _BLOCK, E4M3, rotate=True, smooth=True)
-# Integers of a token have 7 bits where e4m3 has 4: scores are 5 to 7 times as exact. It shows where
-# scores are large: beside a key that scores 8 above the others FP8 loses 5 %, INT8 1 to 3 %, of
-# which p and v in e4m3 are most.
+# int8 per token has 7 bits where e4m3 has 4: scores are 5 to 7 times as exact. It matters if scores
+# are large: with one key that scores 8 above the others, FP8 loses 5 %, INT8 1 to 3 %, mostly by p
+# and v in e4m3.
 INT8 = Recipe("int8", _TOKEN, _TOKEN, _BLOCK, E4M3, rotate=True, smooth=True)
 INT8_PV16 = replace(INT8, name="int8_pv16", v=None, p=None)
 
-# Others, for comparison. FA3_PAPER is what arXiv 2407.08608 describes, FA3_FP8 the released kernel
+# Others, for comparison. FA3_PAPER is arXiv 2407.08608, FA3_FP8 the released kernel
 # (hopper/flash_fwd_kernel_sm90.h of github.com/Dao-AILab/flash-attention): descales per head, p *
-# 2^8 (its Max_offset), no rotation.
-# SAGE1 and SAGE2: arXiv 2410.02367 and 2411.10958, the 8-bit variants.
+# 2^8 (its Max_offset), no rotation. SAGE1 and SAGE2: arXiv 2410.02367 and 2411.10958, the 8-bit
+# variants.
 FA3_PAPER = replace(FP8, name="fa3_paper", smooth=False)
 FP8_TENSOR = Recipe("fp8_tensor", _TENSOR, _TENSOR, _TENSOR, E4M3, p_scale=1.0)
 FA3_FP8 = Recipe("fa3_fp8", _HEAD, _HEAD, _HEAD, E4M3, p_scale=256.0)
@@ -130,15 +133,15 @@ def prepare(
     v: Tensor,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-) -> Operands:
-    """What the kernel of a recipe reads: smoothed, then rotated, then quantised."""
+) -> RecipeOperands:
+    """The operands that the kernel of a recipe reads: smoothed, then rotated, then quantised."""
     q, k, v, mean = wide(q), wide(k), wide(v), None
     if recipe.smooth:
         k, mean = smooth_keys(k, cu_seqlens_k)
     if recipe.rotate:
         q, k = rotate(q, recipe.seed), rotate(k, recipe.seed)
     v = v.to(recipe.pv_dtype).to(v.dtype) if recipe.v is None else v
-    return Operands(
+    return RecipeOperands(
         q if recipe.q is None else quantise(q, recipe.q, cu_seqlens_q),
         k if recipe.k is None else quantise(k, recipe.k, cu_seqlens_k),
         v if recipe.v is None else quantise(v, recipe.v, cu_seqlens_k),
@@ -182,7 +185,7 @@ def attend(
 
 
 def _describe(x: Tensors, options: Options) -> Problem:
-    """The problem, checked as that of any call; packed lengths are read from the tensors."""
+    """The problem, validated like that of any call; packed lengths are read from the tensors."""
     if x.cu_seqlens_q is None and x.cu_seqlens_k is None:
         return describe(x, options)
     check_tensor("q", x.q)
@@ -216,58 +219,62 @@ def _cuts(x: Tensors) -> Iterator[tuple[slice, slice]]:
 def _attend_sequence(
     recipe: Recipe, problem: Problem, parts: list[Tensor], results: tuple[Tensor, Tensor]
 ) -> None:
-    """Fill out (b, seqlen_q, heads, dim) and lse (b, heads, seqlen_q) of what lies in parts."""
+    """Fill out (b, seqlen_q, heads, dim) and lse (b, heads, seqlen_q) of one sequence or dense
+    batch.
+    """
     q, k, v = parts
-    sees = Visibility(q.shape[1], k.shape[1], problem.causal, problem.window_size)
+    visibility = Visibility(q.shape[1], k.shape[1], problem.causal, problem.window_size)
     q = q.unflatten(2, (k.shape[2], problem.group_size)).permute(0, 2, 3, 1, 4)
     k, v = (t.transpose(1, 2).unsqueeze(2) for t in (k, v))  # (b, kv_heads, 1, seqlen_k, dim)
-    for q0 in range(0, sees.seqlen_q, recipe.tile_m):
-        q1 = min(q0 + recipe.tile_m, sees.seqlen_q)
+    for q0 in range(0, visibility.seqlen_q, recipe.tile_m):
+        q1 = min(q0 + recipe.tile_m, visibility.seqlen_q)
         q_tile = q[..., q0:q1, :] * problem.softmax_scale
-        out, lse = finalize(_fold_row_tile(recipe, sees, q_tile, k, v, q0))
+        out, lse = finalize(_fold_row_tile(recipe, visibility, q_tile, k, v, q0))
         results[0][:, q0:q1] = out.flatten(1, 2).transpose(1, 2)
         results[1][..., q0:q1] = lse.flatten(1, 2)
 
 
 def _fold_row_tile(
-    recipe: Recipe, sees: Visibility, q: Tensor, k: Tensor, v: Tensor, q0: int
+    recipe: Recipe, visibility: Visibility, q: Tensor, k: Tensor, v: Tensor, q0: int
 ) -> State:
-    """The state of one tile of queries, scaled by softmax_scale, over all keys that it sees."""
+    """The state of one tile of queries, scaled by softmax_scale, over all keys that it sees. l sums
+    p before the cast, as the kernel does in registers.
+    """
     q1 = q0 + q.shape[-2]
-    m = q.new_full(q.shape[:-1], -inf)
-    l, acc = torch.zeros_like(m), q.new_zeros(*q.shape[:-1], v.shape[-1])
-    for k0, k1 in _key_tiles(recipe, sees, q0, q1):
-        s = _scores(recipe, q, k[..., k0:k1, :])
-        seen = sees.tile(q0, q1, k0, k1, q.device)
-        s = s if seen is None else s.masked_fill(~seen, -inf)
-        m_new = torch.maximum(m, s.amax(-1))
-        pivot = m_new.masked_fill(m_new == -inf, 0.0)  # rows that have seen nothing yet
-        alpha = torch.exp(m - pivot)
-        p = torch.exp(s - pivot[..., None])
-        l = l * alpha + p.sum(-1)  # of p before the cast, as it is in registers
-        acc = _add_values(recipe, acc * alpha[..., None], p, v[..., k0:k1, :])
-        m = m_new
-    return State(m, l, acc if recipe.p is None else acc / recipe.p_scale)
+
+    def score(tile: tuple[int, int]) -> Tensor:
+        s = _scores(recipe, q, k[..., slice(*tile), :])
+        visible = visibility.tile(q0, q1, *tile, q.device)
+        return s if visible is None else s.masked_fill(~visible, -inf)
+
+    def add_values(acc: Tensor, p: Tensor, tile: tuple[int, int]) -> Tensor:
+        return _add_values(recipe, acc, p, v[..., slice(*tile), :])
+
+    tiles = _key_tiles(recipe, visibility, q0, q1)
+    state, _ = fold_tiles(q, v.shape[-1], tiles, score, add_values)
+    return state if recipe.p is None else state._replace(acc=state.acc / recipe.p_scale)
 
 
-def _key_tiles(recipe: Recipe, sees: Visibility, q0: int, q1: int) -> Iterator[tuple[int, int]]:
-    """Tiles, counted from the first key, that hold a key which some query of [q0, q1) sees."""
+def _key_tiles(
+    recipe: Recipe, visibility: Visibility, q0: int, q1: int
+) -> Iterator[tuple[int, int]]:
+    """Tiles, aligned to the first key, with at least one key that some query of [q0, q1) sees."""
     step = recipe.tile_n
-    for lo, hi in sees.spans(q0, q1):
+    for lo, hi in visibility.spans(q0, q1):
         starts = range(lo // step * step, hi, step)
         for k0 in reversed(starts) if recipe.backwards else starts:
-            yield k0, min(k0 + step, sees.seqlen_k)
+            yield k0, min(k0 + step, visibility.seqlen_k)
 
 
 def _scores(recipe: Recipe, q: Tensor, k: Tensor) -> Tensor:
-    narrow = recipe.q is not None and recipe.k is not None
-    short = narrow and _is_fp8(recipe.q.format) and _is_fp8(recipe.k.format)
+    are_quantised = recipe.q is not None and recipe.k is not None
+    short = are_quantised and _is_fp8(recipe.q.format) and _is_fp8(recipe.k.format)
     zero = q.new_zeros(*q.shape[:-1], k.shape[-2])
     return add_product(zero, q, k.mT, recipe.accumulator if short else None)
 
 
 def _add_values(recipe: Recipe, acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
-    """acc + p v, p as it is fed to the second product: times p_scale if it is cast."""
+    """acc + p v, with p as the second product reads it: times p_scale if it is cast."""
     if recipe.p is None:
         return acc + p.to(recipe.pv_dtype).to(p.dtype) @ v
     p = cast(p * recipe.p_scale, recipe.p).to(p.dtype)
@@ -275,5 +282,5 @@ def _add_values(recipe: Recipe, acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
     return add_product(acc, p, v, recipe.accumulator if short else None)
 
 
-def _is_fp8(fmt: Format) -> bool:
+def _is_fp8(fmt: NumberFormat) -> bool:
     return fmt.dtype.is_floating_point and fmt.dtype.itemsize == 1

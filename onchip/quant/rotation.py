@@ -1,4 +1,5 @@
-"""Signed Hadamard rotation over head_dim: outliers of a channel are spread over all, and q.k stays.
+"""Signed Hadamard rotation over head_dim: it spreads the outliers of a channel over all channels
+and leaves q.k unchanged.
 
 "Incoherent processing" of the FlashAttention-3 paper: q' = q M and k' = k M with an orthonormal M,
 so that q'.k' = q.k, while one large channel becomes head_dim small ones.
@@ -13,9 +14,9 @@ from onchip.quant.formats import wide
 
 
 def rotate(x: Tensor, seed: int = 0) -> Tensor:
-    """x M over the last dimension, M = diag(signs) H: signs of the seed, H the Hadamard transform
-    over its square root. A head_dim that is no power of two is rotated in blocks that are (80 = 64
-    + 16). fp32, fp64 for fp64.
+    """x M over the last dimension, M = diag(signs) H: signs from the seed, H the Hadamard transform
+    divided by the square root of its size. A head_dim that is not a power of two is rotated in
+    blocks of powers of two (80 = 64 + 16). fp32, fp64 for fp64.
     """
     return _transform(wide(x) * signs(x.shape[-1], seed).to(x.device))
 
@@ -33,7 +34,7 @@ def signs(head_dim: int, seed: int = 0) -> Tensor:
 
 
 def blocks(head_dim: int) -> list[int]:
-    """head_dim as a sum of powers of two, the largest first: what is rotated together."""
+    """head_dim as a sum of powers of two, the largest first: the sizes of the rotated blocks."""
     bits = range(head_dim.bit_length() - 1, -1, -1)
     return [1 << bit for bit in bits if head_dim >> bit & 1]
 
@@ -48,7 +49,7 @@ def _transform(x: Tensor) -> Tensor:
 
 
 def _hadamard(x: Tensor) -> Tensor:
-    """Butterflies, log2 of them: orthonormal, symmetric, its own inverse."""
+    """log2(dim) butterfly steps: orthonormal, symmetric, its own inverse."""
     dim, half = x.shape[-1], 1
     while half < dim:
         pairs = x.unflatten(-1, (-1, 2, half))

@@ -1,4 +1,6 @@
-"""Who shares a scale: tensors as values of a narrow format times fp32 scales."""
+"""Schemes: tensors as values of a number format times fp32 scales, and which elements share a
+scale.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,18 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.quant.formats import Format, cast, store, wide
+from onchip.quant.formats import NumberFormat, cast, store, wide
 
 PER = ("tensor", "head", "channel", "block", "token")
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """One scale per: "tensor"; "head" of a sequence; "channel" of a head of a sequence; "block" of
-    `block` tokens of a head, counted from the start of its sequence; "token" of a head.
+    """One scale per "tensor"; per "head" of a sequence; per "channel" of a head of a sequence; per
+    "block" of `block` tokens of a head, counted from the start of its sequence; or per "token" of a
+    head.
     """
 
-    format: Format
+    format: NumberFormat
     per: str
     block: int = 128
 
@@ -29,12 +32,13 @@ class Scheme:
 
 
 class Quantised(NamedTuple):
-    """x ~ values * token_scales(). values are like x, in the dtype of the format (fp4: fp32).
+    """x ~ values * token_scales(). values are shaped like x, in the dtype of the format (fp4:
+    fp32).
 
     scales, fp32: per tensor (); head (batch, heads); channel (batch, heads, head_dim); block
     (batch, blocks, heads); token (batch, seqlen, heads). Packed: batch is the number of sequences;
-    block (blocks, heads) and token (total, heads) hold those of one sequence after another, each
-    sequence beginning a block of its own.
+    block (blocks, heads) and token (total, heads) hold one sequence after another, and each
+    sequence begins a new block.
     """
 
     values: Tensor
@@ -62,25 +66,25 @@ def quantise(
     cu_seqlens: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Quantised:
-    """x (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim) with cu_seqlens, on
-    the grid of the scheme's format: the largest |x| that shares a scale becomes the format's max.
+    """Quantise x (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim) with
+    cu_seqlens: the largest |x| that shares a scale becomes the format's max.
 
-    A scale over NaN or infinity makes all that share it NaN. With a generator values are rounded at
-    random: see `cast`.
+    A scale over NaN or infinity makes all elements that share it NaN. With a generator values are
+    rounded at random: see `cast`.
     """
     check_layout("x", x, cu_seqlens)
     amax = _amax(wide(x).abs(), scheme, cu_seqlens)
-    # By a tensor: on a GPU a number would be replaced by its reciprocal, and scales would differ.
+    # Divide by a tensor: on a GPU torch would multiply by a number's reciprocal, and scales differ.
     scales = (amax / amax.new_tensor(scheme.format.max)).float()
-    scales = scales.clamp(min=torch.finfo(torch.float32).tiny)  # nothing there: nothing to divide
+    scales = scales.clamp(min=torch.finfo(torch.float32).tiny)  # zeros: no division by 0
     out = Quantised(x, scales, scheme, cu_seqlens)
     values = cast(wide(x) / out.token_scales(), scheme.format, generator)
     return out._replace(values=store(values, scheme.format))
 
 
 def sequences(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(sequence, position) of each token of x: int64, (tokens,), batch entries one after another.
-    Entries of a dense batch are sequences.
+    """(sequence, position) of each token of x: int64 (tokens,), batch entries one after another.
+    Each entry of a dense batch is a sequence.
     """
     tokens, bounds = _bounds(x, cu_seqlens)
     sequence = torch.repeat_interleave(
@@ -90,7 +94,7 @@ def sequences(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _bounds(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, Tensor]:
-    """The number of tokens, and where each sequence begins and the last ends."""
+    """The number of tokens, and the first token of each sequence, then the end of the last."""
     if cu_seqlens is not None:
         return x.shape[0], cu_seqlens.long()
     batch, seqlen = x.shape[:2]
@@ -98,7 +102,7 @@ def _bounds(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, Tensor]:
 
 
 def _groups(x: Tensor, scheme: Scheme, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
-    """Which scale each token has, and how many there are, for one head."""
+    """The index of each token's scale, and the number of scales, for one head."""
     tokens, bounds = _bounds(x, cu_seqlens)
     if scheme.per == "token":
         return torch.arange(tokens, device=x.device), tokens
@@ -111,7 +115,7 @@ def _groups(x: Tensor, scheme: Scheme, cu_seqlens: Tensor | None) -> tuple[Tenso
 
 
 def _amax(x: Tensor, scheme: Scheme, cu_seqlens: Tensor | None) -> Tensor:
-    """The largest of what shares a scale, in the shape of the scales; NaN where there is one."""
+    """The largest magnitude per scale, in the shape of the scales; NaN if one of them is."""
     if scheme.per == "tensor":
         return x.amax() if x.numel() else x.new_zeros(())
     if scheme.per != "channel":
@@ -127,10 +131,10 @@ def _amax(x: Tensor, scheme: Scheme, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def check_layout(name: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Dense without cu_seqlens; with them packed, and all tokens of x belong to a sequence."""
+    """Check that x is dense without cu_seqlens, or packed with them, every token in a sequence."""
     rank, layout = 4, "(batch, seqlen, heads, head_dim)"
     if cu_seqlens is not None:
-        rank, layout = 3, "(total, heads, head_dim) beside cu_seqlens"
+        rank, layout = 3, "(total, heads, head_dim) with cu_seqlens"
     if x.dim() != rank:
         raise ValueError(f"{name} must have rank {rank}, {layout}, got shape {tuple(x.shape)}")
     if cu_seqlens is None:

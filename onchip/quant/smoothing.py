@@ -1,8 +1,8 @@
-"""Keys without their mean: what all keys of a sequence share changes no softmax, only its lse.
+"""Smoothing: subtract from the keys of a sequence their mean. It changes no softmax, only its lse.
 
-q.(k - mean) = q.k - q.mean: every score of a row is less by the same, so the weights are those of
-before, and the lse is short of softmax_scale * q.mean. What is left to quantise has no channel that
-is large for every key.
+q.(k - mean) = q.k - q.mean: every score of a row decreases by the same number, so the weights stay
+the same, and lse decreases by softmax_scale * q.mean. The rest of the keys has no channel that is
+large for every key, and is easier to quantise.
 """
 
 import torch
@@ -14,8 +14,8 @@ from onchip.quant.schemes import check_layout, sequences
 
 def smooth_keys(k: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(k - mean, mean) in fp32 (fp64 for fp64). k is (batch, seqlen, heads, head_dim), or packed
-    (total, heads, head_dim) with cu_seqlens; mean (batch, heads, head_dim) is that of each sequence
-    and head, 0 for a sequence without keys.
+    (total, heads, head_dim) with cu_seqlens. mean (batch, heads, head_dim) is per sequence and
+    head, 0 for a sequence without keys.
     """
     check_layout("k", k, cu_seqlens)
     k = wide(k)
@@ -23,7 +23,7 @@ def smooth_keys(k: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Te
     count = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     rows = k.reshape(-1, *k.shape[-2:])
     lengths = torch.bincount(sequence, minlength=count).clamp(min=1)
-    # In fp64: a sum over a million keys of one sign would lose what is to be taken off.
+    # In fp64: an fp32 sum over a million keys of one sign would lose the bits of the mean.
     total = rows.new_zeros(count, *rows.shape[1:], dtype=torch.float64)
     mean = total.index_add_(0, sequence, rows.double()) / lengths[:, None, None]
     mean = mean.to(k.dtype)
@@ -33,8 +33,8 @@ def smooth_keys(k: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Te
 def lse_shift(
     q: Tensor, mean: Tensor, softmax_scale: float, cu_seqlens_q: Tensor | None = None
 ) -> Tensor:
-    """softmax_scale * q.mean, what the lse over k - mean is short of: (batch, heads, seqlen_q),
-    packed (heads, total). Heads of a group share their keys' mean.
+    """softmax_scale * q.mean, the decrease of lse over k - mean: (batch, heads, seqlen_q), packed
+    (heads, total). Heads of a group share their keys' mean.
     """
     check_layout("q", q, cu_seqlens_q)
     q = wide(q)

@@ -38,7 +38,7 @@ from benchmarks.accuracy_cases import (
     ulp_errors,
     ulps,
 )
-from benchmarks.accuracy_kernels import LABELS, Kernel, Unserved, kernels, narrow_kernels
+from benchmarks.accuracy_kernels import LABELS, Kernel, Unserved, kernels, low_precision_kernels
 from onchip.cli.bench.harness import Session, judge
 from onchip.quant.recipes import RECIPES
 
@@ -217,11 +217,11 @@ class TestKernels:
     @pytest.mark.parametrize("package", ["fa3_fwd_interface", "flash_attn_interface"])
     def test_a_gpu_adds_its_own(self, package, monkeypatch):
         """Each with a name that the rows of the CPU do not have."""
-        before = [k.name for k in (*kernels(BF16), *narrow_kernels())]
+        before = [k.name for k in (*kernels(BF16), *low_precision_kernels())]
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         module = SimpleNamespace(flash_attn_func=len, __spec__=ModuleSpec(package, None))
         monkeypatch.setitem(sys.modules, package, module)
-        found = [k for k in (*kernels(BF16), *narrow_kernels()) if k.device == "cuda"]
+        found = [k for k in (*kernels(BF16), *low_precision_kernels()) if k.device == "cuda"]
         names = [k.name for k in found]
         assert not set(names) & set(before)
         for name in ("hopper", "triton", "hopper fp8", "hopper int8_pv16", "sdpa cudnn, GPU"):
@@ -231,7 +231,9 @@ class TestKernels:
 
     def test_every_recipe_is_there(self):
         assert set(LABELS) == set(RECIPES)
-        assert [k.name for k in narrow_kernels() if k.kind == "emulated"] == list(LABELS.values())
+        assert [k.name for k in low_precision_kernels() if k.kind == "emulated"] == list(
+            LABELS.values()
+        )
 
     def test_a_refusal_is_no_row(self):
         def refuse(q, k, v):

@@ -88,9 +88,9 @@ def test_the_watched_call_runs_twice(monkeypatch, backward):
 @pytest.mark.alone
 @pytest.mark.skipif(counters.shutil.which("ncu") is None, reason="ncu is not installed")
 def test_a_forward_moves_each_tensor_once():
-    from onchip.cost import question
+    from onchip.cost import make_problem
 
     call = Call(4, 4096, 16, 128)
-    problem = question(4096, batch=4, num_heads=16, head_dim=128, dtype=torch.bfloat16)
+    problem = make_problem(4096, batch=4, num_heads=16, head_dim=128, dtype=torch.bfloat16)
     found = sum(kernel.hbm_bytes for kernel in counters.count((call,))[0])
     assert found == pytest.approx(problem.min_bytes, rel=0.05)

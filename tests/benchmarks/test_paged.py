@@ -77,13 +77,13 @@ def test_the_other_rows_and_the_bars(stand_ins, monkeypatch):
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
 def test_caches_of_8_bits_against_16_of_the_same_numbers(stand_ins, kv_dtype):
     """Both under the accuracy rule; the bar is for the largest cell alone."""
-    (row,) = paged.eight_bits(Session(device=CPU), 2, 64, kv_dtype)
+    (row,) = paged.kv8_rows(Session(device=CPU), 2, 64, kv_dtype)
     assert (row["bench"], row["best_peer"]) == (f"decode {kv_dtype}", "bf16 cache")
     assert row["unit"] == "tokens/s" and row["kv_dtype"] == kv_dtype and row["page_size"] == 16
     assert row["error"] == pytest.approx(row["peer_error"])
-    bars = [bar for bar in paged.BARS if bar.at_least == paged.EIGHT_BITS]
+    bars = [bar for bar in paged.BARS if bar.at_least == paged.KV8_SPEEDUP]
     assert len(bars) == 2 and not judge([row], bars)
-    batch, keys = paged.EIGHT_BITS_AT
+    batch, keys = paged.KV8_SPEEDUP_AT
     (verdict,) = judge([row | {"batch": batch, "seqlen": keys}], bars)
     assert verdict.bar.name.startswith(kv_dtype) and verdict.measured == row["ratio"]
 
@@ -126,8 +126,8 @@ def test_parts_are_chosen_by_name():
     assert sum((titles(only=[part]) for part in paged.PARTS), []) == every
     assert titles(only=["decode"], seqlens=[16384])[0] == "decode, 1 x 16,384 keys"
     assert len(titles(quick=True)) == 6
-    eight = titles(only=["decode"], kv_dtypes=["fp8", "int8"])
-    assert len(eight) == 2 * len(paged.CELLS) and eight[-1].endswith("8,192 keys, int8 cache")
+    kv8 = titles(only=["decode"], kv_dtypes=["fp8", "int8"])
+    assert len(kv8) == 2 * len(paged.CELLS) and kv8[-1].endswith("8,192 keys, int8 cache")
 
 
 def test_a_prefix_needs_no_gpu(monkeypatch):

@@ -66,10 +66,10 @@ print([x for x in ("torch", "rich", "matplotlib") if x in sys.modules])
 
 def test_the_names_of_options_are_those_of_the_package():
     """The parser has copies, for it does not import torch."""
-    from onchip.core.problem import NARROW
+    from onchip.core.problem import LOW_PRECISIONS
     from onchip.quant.kv8 import FORMATS
 
-    assert tuple(FORMATS) == commands.KV_DTYPES and tuple(NARROW) == commands.PRECISIONS
+    assert tuple(FORMATS) == commands.KV_DTYPES and tuple(LOW_PRECISIONS) == commands.PRECISIONS
 
 
 def test_functions_are_imported_at_their_first_use():

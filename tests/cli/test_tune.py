@@ -129,7 +129,7 @@ def test_every_table_is_searched_on_the_devices_that_use_it():
     tables = {name for name in tables if name.startswith(("HOPPER_", "TRITON_"))}
     assert names(9, 0) | names(8, 0) == tables - {
         "TRITON_CHUNK",
-        "TRITON_EIGHT",
+        "TRITON_KV8",
         "TRITON_ROTATE",
         "TRITON_TRANSPOSE",
         "HOPPER_FORWARD_PAGED",
@@ -148,7 +148,7 @@ def test_a_key_is_shown_as_python_and_knows_its_head_dim():
 
 
 def test_rows_of_8_bits_vary_in_what_their_kernel_knows():
-    (table,) = [t for t in tune.tables((9, 0)) if t.name == "HOPPER_EIGHT"]
+    (table,) = [t for t in tune.tables((9, 0)) if t.name == "HOPPER_FP8"]
     rows = tune.candidates(Knob(table, 128), 1)
     assert {row.tile_n for row in rows.values()} == {128}
     assert {row.consumers for row in rows.values()} == {2, 3}

@@ -63,19 +63,19 @@ def test_hopper_leaves_half_empty_tiles_to_triton(num_kv_heads, seqlen, fields, 
     assert plan(asked, H200).kernel == kernel
 
 
-EIGHT_BITS = [torch.int8, torch.float8_e4m3fn]
+KV8_DTYPES = [torch.int8, torch.float8_e4m3fn]
 
 
-@pytest.mark.parametrize("page_dtype", EIGHT_BITS)
+@pytest.mark.parametrize("page_dtype", KV8_DTYPES)
 def test_few_queries_over_pages_of_8_bits_go_to_hopper(page_dtype):
     asked = problem(1, 4096, page_size=16, page_dtype=page_dtype)
     assert plan(asked, H200).kernel == plan(asked._replace(batch=2048), H200).kernel == "hopper"
     assert plan(asked, DeviceInfo("cuda", "A100", (8, 0))).kernel == "triton"
     odd = plan(asked._replace(head_dim=63), H200)
-    assert odd.kernel == "tiled" and "words of two" in odd.reasons["triton"]
+    assert odd.kernel == "tiled" and "pairs of elements" in odd.reasons["triton"]
 
 
-@pytest.mark.parametrize("page_dtype", EIGHT_BITS)
+@pytest.mark.parametrize("page_dtype", KV8_DTYPES)
 @pytest.mark.parametrize(
     "changed",
     [

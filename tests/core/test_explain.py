@@ -10,7 +10,7 @@ import torch
 import onchip
 from onchip.core.dispatch import get_backend
 from onchip.core.explain import Explanation, ServedPart
-from onchip.cost import question, roofline
+from onchip.cost import make_problem, roofline
 from onchip.cost.hardware import H200, HOST
 from onchip.cost.prefixes import Occupancy, costs, moved
 from onchip.cost.roofline import human_time
@@ -249,7 +249,7 @@ def test_many_queries_are_not_split_at_fixed_positions():
 
 def test_predicted_times_with_and_without_splits():
     """The ranges of the Hopper kernel on an H200: 16 for each of 8 kv heads."""
-    problem = question(1, 4096, batch=2, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
+    problem = make_problem(1, 4096, batch=2, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
     found = plan_ranges(problem, [(1, 4096), (1, 1024)], H200)
     assert (found.counts, found.programs, found.tile_n) == ((13, 4), 128, 64)
     step = 64 * 2 * problem.head_dim * 2 * 132 / H200.memory_bytes_s
@@ -262,7 +262,7 @@ def test_predicted_times_with_and_without_splits():
 
 def test_pages_of_8_bits_have_twice_the_ranges():
     """Two programs on a processor share its memory bandwidth."""
-    problem = question(1, 1 << 17, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
+    problem = make_problem(1, 1 << 17, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
     problem = problem._replace(page_size=16, page_dtype=torch.int8)
     found = plan_ranges(problem, [(1, 1 << 17)], H200)
     assert (found.counts, found.programs) == ((33,), 264)

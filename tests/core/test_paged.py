@@ -15,7 +15,7 @@ from onchip.cost.prefixes import costs, moved
 from onchip.fold import cascade
 from onchip.quant.kv8 import dequantise
 from onchip.testing import assert_accurate, make_packed, make_pages
-from tests.kv8 import FORMS, eight, on_grid
+from tests.kv8 import FORMS, on_grid, quantise_pages
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
@@ -161,7 +161,7 @@ def test_pages_of_8_bits_meet_the_accuracy_rule(kernel, form, dtype):
     packed = make_packed(seqlens_q, lengths, **sizes)
     packed = packed._replace(k=on_grid(packed.k, form), v=on_grid(packed.v, form))
     *pages, table, seqlens = make_pages(packed.k, packed.v, packed.cu_seqlens_k, 8)
-    pages, scales = eight(*pages, form)
+    pages, scales = quantise_pages(*pages, form)
     options = {"causal": True, "return_lse": True, "window_size": (60, None)}
     if kernel in (None, "tiled", "reference"):
         options |= {"softcap": 9.0, "alibi_slopes": torch.rand(7, HEADS)}
@@ -178,7 +178,7 @@ def test_pages_of_8_bits_meet_the_accuracy_rule(kernel, form, dtype):
 def test_pages_of_8_bits_are_values_times_scales(form, seqlen_q):
     """Any scales, of any strides, with NaN in unused slots."""
     k_pages, v_pages, table, seqlens, _ = cache([5, 33, 16, 300], 16)
-    (k, v), scales = eight(k_pages, v_pages, form)
+    (k, v), scales = quantise_pages(k_pages, v_pages, form)
     scales = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in scales.items()}
     q = torch.randn(4, seqlen_q, HEADS, DIM)
     got = onchip.paged_attention(q, k, v, table, seqlens, **scales, return_lse=True)
@@ -190,7 +190,7 @@ def test_pages_of_8_bits_are_values_times_scales(form, seqlen_q):
 
 def test_a_tree_of_drafts_over_pages_of_8_bits():
     k_pages, v_pages, table, seqlens, _ = cache([5, 40, 17], 8)
-    (k, v), scales = eight(k_pages, v_pages, torch.int8)
+    (k, v), scales = quantise_pages(k_pages, v_pages, torch.int8)
     wide = (dequantise(t, s, torch.float32) for t, s in zip((k, v), scales.values(), strict=True))
     q, tree = torch.randn(3, 5, HEADS, DIM), torch.rand(3, 5, 5) < 0.5
     call = {"tree_mask": tree, "return_lse": True, "return_stats": True}
@@ -202,7 +202,7 @@ def test_a_tree_of_drafts_over_pages_of_8_bits():
 def test_a_cascade_over_pages_of_8_bits_equals_the_plain_call():
     k_pages, v_pages, table, seqlens, _ = cache([48, 61, 50], 4)
     table[1:, :8] = table[0, :8]
-    (k, v), scales = eight(k_pages, v_pages, torch.float8_e4m3fn)
+    (k, v), scales = quantise_pages(k_pages, v_pages, torch.float8_e4m3fn)
     asked = torch.empty(3, HEADS, DIM), k, v
     assert moved(*asked).page == 4 * KV_HEADS * 2 * (DIM + 4)
     model = costs(*asked)._replace(level=0, query=0, partial=0)
@@ -217,7 +217,7 @@ def test_a_cascade_over_pages_of_8_bits_equals_the_plain_call():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_over_pages_of_8_bits_uses_its_dtype(dtype):
     k_pages, v_pages, table, seqlens, _ = cache([5, 33], 8)
-    (k, v), scales = eight(k_pages, v_pages, torch.int8)
+    (k, v), scales = quantise_pages(k_pages, v_pages, torch.int8)
     q = torch.randn(2, 1, HEADS, DIM)
     expected = onchip.paged_attention(q.to(dtype), k, v, table, seqlens, **scales)
     with torch.autocast("cpu", dtype):
@@ -228,7 +228,7 @@ def test_autocast_over_pages_of_8_bits_uses_its_dtype(dtype):
 @pytest.mark.parametrize("form", FORMS)
 def test_pages_of_8_bits_compile_without_a_graph_break(form):
     k_pages, v_pages, table, seqlens, _ = cache([5, 33], 8)
-    (k, v), scales = eight(k_pages, v_pages, form)
+    (k, v), scales = quantise_pages(k_pages, v_pages, form)
     q = torch.randn(2, 3, HEADS, DIM)
     fn = lambda *args: onchip.paged_attention(*args, **scales, softcap=5.0, return_lse=True)
     compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
@@ -256,7 +256,7 @@ REFUSALS = {
 @pytest.mark.parametrize("change, message", REFUSALS.values(), ids=REFUSALS)
 def test_invalid_pages_of_8_bits_are_refused(change, message):
     k_pages, v_pages, table, seqlens, _ = cache([5, 33], 8)
-    (k, v), scales = eight(k_pages, v_pages, torch.int8)
+    (k, v), scales = quantise_pages(k_pages, v_pages, torch.int8)
     call = {"q": torch.randn(2, 1, HEADS, DIM), "k": k, "v": v} | scales
     for name, how in change.items():
         call[name] = how if how is None else how(call[name])

@@ -9,7 +9,7 @@ from onchip.core import dispatch
 from onchip.core.problem import DeviceInfo, Options, Tensors, UnsupportedError, describe
 from onchip.testing import make_qkv
 
-NARROW = ("fp8", "int8", "int8_pv16")
+LOW_PRECISIONS = ("fp8", "int8", "int8_pv16")
 HOPPER, AMPERE = DeviceInfo("cuda", "NVIDIA H200", (9, 0)), DeviceInfo("cuda", "A100", (8, 0))
 
 
@@ -18,7 +18,7 @@ def inputs(**shape):
     return make_qkv(2, 70, 150, **shape)
 
 
-@pytest.mark.parametrize("precision", NARROW)
+@pytest.mark.parametrize("precision", LOW_PRECISIONS)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (40, 3)}], ids=str)
 def test_the_cpu_runs_the_reference_of_the_recipe(precision, options):
     q, k, v = inputs()

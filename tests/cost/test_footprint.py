@@ -1,4 +1,4 @@
-"""What programs hold on the chip, from the tile tables: within every device, and how many fit. The
+"""On-chip footprints from the tile tables: within every device, and how many programs fit. The
 kernels' own tests compile them and compare byte for byte.
 """
 
@@ -26,7 +26,7 @@ def every_hopper_row():
             yield footprint.hopper_forward(config, dim, dim, page_size=16)
     for dim in tiles.HOPPER_DECODE_STAGES:
         yield footprint.hopper_decode(dim, 16)
-    yield footprint.hopper_decode(128, 16, eight=True)
+    yield footprint.hopper_decode(128, 16, kv8=True)
     for dim, config in tiles.HOPPER_BACKWARD.items():
         yield footprint.hopper_backward(config, dim)
     for dim, config in tiles.HOPPER_SPLIT.items():
@@ -41,13 +41,13 @@ def test_every_row_of_the_tables_fits_a_hopper_processor(row):
     assert given <= row.threads * row.registers
 
 
-def test_programs_over_pages_of_8_bits_fit_beside_each_other():
-    """Also where they count 2,048 sequences. A warp has the registers of a warpgroup of its own."""
-    row = footprint.hopper_decode(128, 16, eight=True)
+def test_two_kv8_programs_fit_a_processor():
+    """Also with lengths of 2,048 sequences. One warp gets the registers of a warpgroup."""
+    row = footprint.hopper_decode(128, 16, kv8=True)
     row.buffers["lengths"] = 4 * tiles.HOPPER_DECODE_BATCH
     row.buffers["handed over, and queries on their way"] = HANDED_OVER + 2 * 16 * 64
     each = replace(row, threads=256)
-    assert each.programs(H200) == tiles.HOPPER_DECODE_EIGHT_PROGRAMS == 2
+    assert each.programs(H200) == tiles.HOPPER_DECODE_KV8_PROGRAMS == 2
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -57,7 +57,7 @@ def test_every_row_of_triton_fits(kernel, dim):
     assert row.shared_bytes <= H200.shared_bytes and row.register_bytes <= 4 * H200.registers
 
 
-def test_programs_are_as_many_as_the_scarcer_memory_allows():
+def test_the_scarcer_memory_limits_the_number_of_programs():
     row = Footprint({"k": 60_000}, threads=128, registers=128)
     assert row.programs(H200) == 3 and row.programs(A100) == 2  # 227 and 163 KB
     half = Footprint({"k": 227 * 512}, threads=128, registers=128)

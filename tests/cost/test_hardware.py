@@ -1,4 +1,4 @@
-"""The published figures agree with one another, and with what was measured on an H200."""
+"""The published figures are consistent with each other and with measurements of an H200."""
 
 import json
 from pathlib import Path
@@ -34,8 +34,8 @@ def test_memories_get_smaller_and_faster_towards_the_units(row):
 
 
 def test_ridge_points():
-    """A100, as the seeds have it: 156 operations a byte at 2.0 TB/s; 153 at the datasheet's 2.039.
-    An H200 has more memory speed for the same units.
+    """A100: 156 operations a byte at 2.0 TB/s, as often quoted; 153 at the datasheet's 2.039. An
+    H200 has more memory bandwidth for the same units.
     """
     assert A100.flops(torch.float16) / 2.0e12 == pytest.approx(156, abs=0.5)
     assert A100.ridge(torch.float16) == pytest.approx(153, abs=0.5)
@@ -43,7 +43,7 @@ def test_ridge_points():
     assert H200.ridge(torch.float16) == pytest.approx(206, abs=0.5)
 
 
-def test_memory_of_an_h200_streams_as_it_was_measured():
+def test_memory_bandwidth_of_an_h200_equals_the_measurement():
     rows = json.loads((RESULTS / "h200-paged.json").read_text())["rows"]
     best = max(r["value"] for r in rows if r["bench"] == "decode")
     assert best * 1e12 == pytest.approx(H200.memory_bytes_s, rel=0.05)
@@ -67,14 +67,14 @@ def test_devices_are_found_by_their_name():
         ("NVIDIA H100 NVL", 132, 100, None),
     ],
 )
-def test_a_row_is_of_one_variant(name, processors, gigabytes, row):
+def test_a_row_matches_one_variant(name, processors, gigabytes, row):
     sizes = {"multi_processor_count": processors, "total_memory": gigabytes * 10**9}
     about = SimpleNamespace(name=name, **sizes, memory_clock_rate=1_215_000, memory_bus_width=5120)
     found = hardware.of_properties(about)
     assert found is row if row else found.name == name and not found.is_known
 
 
-def test_of_other_devices_the_memory_alone_is_known():
+def test_only_the_memory_of_other_devices_is_known():
     card = {"name": "NVIDIA L4", "multi_processor_count": 58, "total_memory": 24 * 10**9}
     about = SimpleNamespace(**card, memory_clock_rate=6_251_000, memory_bus_width=192)
     found = hardware.from_properties(about)

@@ -1,4 +1,4 @@
-"""What docs/io.md shows as printed is printed."""
+"""The outputs shown in docs/io.md are what its code prints."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "io.md"
 BLOCK = re.compile(r"^```(python|text)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def test_every_output_is_what_the_block_before_prints(capsys):
+def test_every_output_equals_what_its_block_prints(capsys):
     namespace, shown, printed = {}, 0, ""
     for language, body in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
         if language == "python":

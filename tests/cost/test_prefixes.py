@@ -1,4 +1,4 @@
-"""The prices of reading a shared prefix once, against the cells that an H200 measured."""
+"""The prices of reading a shared prefix once, against cells measured on an H200."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def in_turn(model):
 
 
 def times(batch, shared, own, model):
-    """Microseconds of one call, and of a level and a call one after the other."""
+    """Microseconds of one call, and of a level followed by a call."""
     pages, distinct = batch * (shared + own) // PAGE, (shared + batch * own) // PAGE
     one = model.one_call(pages, distinct)
     forced = plan(batch, shared, own, in_turn(model)._replace(level=0.0))
@@ -40,19 +40,19 @@ def times(batch, shared, own, model):
     return 1e6 * one, 1e6 * (one - forced.saved + model.level)
 
 
-# 32 heads over 8, head_dim 128, bf16, H200, 2026-11-16, microseconds: one calls are those of
-# benchmarks/results/h200-paged.json, a level and a call in turn was raced by hand.
+# 32 heads over 8, head_dim 128, bf16, H200, 2026-11-16, microseconds: single calls are from
+# benchmarks/results/h200-paged.json, a level followed by a call was timed by hand.
 ONE_CALL = {(8, 2048, 64): 16.0, (64, 8192, 256): 258.9, (64, 32768, 256): 1030}
 IN_TURN = {(64, 8192, 256): 54.3}
 
 
 @pytest.mark.parametrize(("cell", "us"), ONE_CALL.items())
-def test_one_calls_of_an_h200_within_a_tenth(cell, us):
+def test_single_calls_on_an_h200_within_a_tenth(cell, us):
     assert times(*cell, model_of())[0] == pytest.approx(us, rel=0.10)
 
 
 @pytest.mark.parametrize(("cell", "us"), IN_TURN.items())
-def test_a_level_of_an_h200_within_a_tenth_and_on_the_right_side(cell, us):
+def test_a_level_on_an_h200_within_a_tenth_and_the_right_choice(cell, us):
     model = model_of()
     assert times(*cell, model)[1] == pytest.approx(us, rel=0.10) and us < ONE_CALL[cell]
     assert plan(*cell, in_turn(model)).levels and not plan(8, 2048, 64, model).levels
@@ -67,7 +67,7 @@ BREAK_EVEN = {
 }
 
 
-def test_one_calls_are_those_of_the_results():
+def test_single_calls_equal_the_results_file():
     rows = json.loads((RESULTS / "h200-paged.json").read_text())["rows"]
     found = [row for row in rows if row["bench"] == "cascade"]
     cells = {(row["batch"], row["seqlen"]): row["peers"]["one call"] for row in found}
@@ -101,8 +101,8 @@ def moved_by_a_page():
     return PAGE * 8 * 2 * 128 * 2
 
 
-def test_a_level_pays_from_what_it_saves_on():
-    """Two sequences: their break-even in pages is the level's price over a page read again."""
+def test_the_break_even_of_a_level():
+    """The break-even in pages of two sequences: the price of a level over a repeated page."""
     model = model_of()
     least = (model.level + 2 * (model.query + model.partial)) / model.page
     assert not plan(2, PAGE * int(least), 16, model).levels
@@ -122,7 +122,7 @@ def test_bytes_of_a_page_and_a_query():
     assert model.level == model.call == HOST.call_s
 
 
-def test_keys_that_were_just_read_come_from_the_cache():
+def test_keys_that_were_just_read_have_the_bandwidth_of_l2():
     model, page = model_of(), moved_by_a_page()
     assert model.page == page / H200.again_bytes_s and model.first == page / H200.memory_bytes_s
     assert A100.repeated_bytes_s == A100.levels[1].bytes_s  # not measured, but published
@@ -142,22 +142,22 @@ def test_queries_pay_for_products_that_reading_does_not_hide():
 
 
 @pytest.mark.parametrize(("dtype", "programs"), [(torch.float16, 132), (torch.float32, 1)])
-def test_runs_are_cut_where_a_kernel_does_not_split_keys(dtype, programs):
+def test_runs_are_segmented_if_the_kernel_does_not_split_keys(dtype, programs):
     occupancy = model_of(5, 40, 64, dtype).occupancy
     assert occupancy[:4] == (programs, 5, 128 // 8, 512 // PAGE)
 
 
-def test_what_are_no_pages_is_refused():
+def test_tensors_that_are_not_pages_are_refused():
     with pytest.raises(ValueError, match=r"pages have rank 4, got \[\(4, 32\), "):
         costs(torch.empty(4, 32), torch.empty(1, 16, 4, 32), torch.empty(1, 16, 4, 32))
 
 
 # Of the same H200: microseconds of 64 sequences with 8,192 shared and 256 own keys, by the segments
-# of the level that runs beside the own parts (2026-11-16, graph replay).
+# of the level that overlaps the own parts (2026-11-16, graph replay).
 TOGETHER = {2: 69.8, 3: 55.5, 4: 49.9, 5: 58.9, 6: 73.6}
 
 
-def test_levels_beside_own_parts_within_a_sixth_and_the_best_is_chosen():
+def test_overlapped_levels_within_a_sixth_and_the_best_is_chosen():
     model = model_of()
     found = {n: model._together(64 * 256 // PAGE, 64, 8192 // PAGE, n) for n in TOGETHER}
     predicted = {n: 1e6 * found[n].seconds for n in TOGETHER}
@@ -169,7 +169,7 @@ def test_levels_beside_own_parts_within_a_sixth_and_the_best_is_chosen():
 
 @pytest.mark.parametrize("queries", [1, 31, 64, 200])
 @pytest.mark.parametrize("own_pages", [0, 64, 5000])
-def test_both_parts_have_programs_and_no_other_cut_is_faster(own_pages, queries):
+def test_both_parts_have_programs_and_no_other_number_of_segments_is_faster(own_pages, queries):
     model, pages = model_of(), 700
     best = model.together(own_pages, queries, pages)
     tiles = -(-queries // 32)
@@ -180,11 +180,11 @@ def test_both_parts_have_programs_and_no_other_cut_is_faster(own_pages, queries)
     assert all(best.seconds <= other.seconds for other in others if other is not None)
 
 
-def test_no_room_for_both():
+def test_no_overlap_without_enough_programs():
     assert model_of().together(64, 17 * 32, 512) is None  # 17 tiles of 8 kv heads
 
 
-def test_segments_are_no_shorter_than_is_worth_a_program():
+def test_segments_have_a_minimum_length():
     assert model_of().together(0, 8, 2 * 512 // PAGE + 1).segments == 2
     assert model_of().together(0, 8, 3).segments == 1
 
@@ -201,11 +201,11 @@ def test_segments_are_no_shorter_than_is_worth_a_program():
     ],
     ids=str,
 )
-def test_queries_that_the_kernel_for_few_takes(own_queries, shape):
+def test_own_queries_follow_the_decode_kernel(own_queries, shape):
     assert model_of(**shape).occupancy.own_queries == own_queries
 
 
-def test_no_own_queries_where_pages_are_not_for_hopper():
+def test_no_own_queries_for_pages_that_hopper_does_not_read():
     q = torch.empty(64, 1, 32, 128, dtype=torch.bfloat16, device="meta")
     pages = lambda size, dim=128: torch.empty(1, size, 8, dim, dtype=q.dtype, device="meta")
     own = lambda k, v: costs(q, k, v).occupancy.own_queries

@@ -1,4 +1,4 @@
-"""A question out of sizes is the question of tensors of these sizes."""
+"""make_problem gives the Problem of tensors of these sizes."""
 
 import pytest
 import torch
@@ -6,23 +6,23 @@ import torch
 import onchip.testing as ot
 from onchip import masks
 from onchip.core.problem import Options, Tensors, describe
-from onchip.cost import question
+from onchip.cost import make_problem
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_it_is_that_of_tensors(masked):
+def test_it_equals_the_problem_of_tensors(masked):
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 40, "head_dim_v": 24}
     q, k, v = ot.make_qkv(2, 33, 150, **sizes, dtype=torch.bfloat16)
     mask = masks.build(masks.causal(), 1, 1, 33, 150) if masked else None
-    asked = {"causal": True, "window_size": (9, None), "dropout_p": 0.1}
-    want = describe(Tensors(q, k, v, mask=mask), Options(**asked))
+    options = {"causal": True, "window_size": (9, None), "dropout_p": 0.1}
+    want = describe(Tensors(q, k, v, mask=mask), Options(**options))
     sizes |= {"batch": 2, "dtype": torch.bfloat16, "mask": mask}
-    assert question(33, 150, **sizes, **asked) == want
+    assert make_problem(33, 150, **sizes, **options) == want
 
 
-def test_it_is_refused_as_a_call_would_be():
+def test_it_is_refused_like_a_call():
     with pytest.raises(ValueError, match="num_heads"):
-        question(64, num_heads=3, num_kv_heads=2)
+        make_problem(64, num_heads=3, num_kv_heads=2)
     for size in ("num_kv_heads", "head_dim_v"):
         with pytest.raises(ValueError, match=size):
-            question(64, **{size: 0})
+            make_problem(64, **{size: 0})

@@ -1,4 +1,4 @@
-"""Predicted times: the laws of the model, and every cell that was measured on an H200."""
+"""Predicted times: properties of the model, and every cell that was measured on an H200."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from onchip.core.problem import Problem
-from onchip.cost import hardware, question
+from onchip.cost import hardware
 from onchip.cost.hardware import H200
-from onchip.cost.roofline import Pace, Step, predict, steps
+from onchip.cost.roofline import PipelineModel, TileStep, predict, steps
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 BAR = 0.15
@@ -23,7 +23,7 @@ def make_problem(batch, seqlen, heads, head_dim, seqlen_k=None, **options):
 
 
 def cells():
-    """(row, problem) of every row of our Hopper kernels."""
+    """(row, problem) of every row of the Hopper kernels."""
     for way in ("forward", "backward"):
         rows = json.loads((RESULTS / f"h200-{way}.json").read_text())["rows"]
         for r in rows:
@@ -53,7 +53,7 @@ def test_every_measured_cell_is_predicted_within_a_limit(bench, limit):
 
 
 def test_held_out_short_calls_are_predicted_within_a_fifth():
-    """Rows that the model was not made with."""
+    """Rows that were not used to make the model."""
     rows = json.loads((RESULTS / "h200-short.json").read_text())["rows"]
     shares = []
     for r in rows:
@@ -65,8 +65,8 @@ def test_held_out_short_calls_are_predicted_within_a_fifth():
     assert sum(0.85 <= share <= 1.15 for share in shares) == 15
 
 
-def test_one_consumer_waits_for_every_unit_and_many_for_the_slowest_alone():
-    step = Step(512.0, 768.0, 128.0)
+def test_one_consumer_waits_for_every_unit_and_many_only_for_the_slowest():
+    step = TileStep(512.0, 768.0, 128.0)
     assert step.response(1) == sum(step)
     each = [step.response(n) / n for n in range(1, 60)]
     assert each == sorted(each, reverse=True) and each[-1] > max(step)
@@ -75,7 +75,7 @@ def test_one_consumer_waits_for_every_unit_and_many_for_the_slowest_alone():
 
 def test_two_consumers_on_two_equal_units_reach_two_thirds():
     """The textbook's case: throughput N / (N + M - 1) of a station's rate, here M = 2."""
-    step = Step(100.0, 100.0, 0.0)
+    step = TileStep(100.0, 100.0, 0.0)
     for n in (1, 2, 3, 7):
         assert 100 * n / step.response(n) == pytest.approx(n / (n + 1))
 
@@ -97,15 +97,17 @@ def test_steps_are_the_tiles_with_a_visible_pair(causal, window, seqlen_q, seqle
     assert steps(problem, own, tile, keys).tolist() == want
 
 
-def test_programs_that_are_alike_come_in_waves():
-    pace = Pace(Step(10.0, 5.0, 1.0), 2, torch.full((3,), 7), planes=44)
-    tile = 8 * pace.step.response(2)
-    assert pace.clocks(132) == pytest.approx(tile) and pace.clocks(131) == pytest.approx(2 * tile)
-    uneven = pace._replace(counts=torch.tensor([1, 2, 3]))
-    assert uneven.clocks(10**9) == pytest.approx(4 * pace.step.response(2))  # the longest alone
+def test_programs_of_equal_length_run_in_waves():
+    pipeline = PipelineModel(TileStep(10.0, 5.0, 1.0), 2, torch.full((3,), 7), planes=44)
+    tile = 8 * pipeline.step.response(2)
+    assert pipeline.clocks(132) == pytest.approx(tile) and pipeline.clocks(131) == pytest.approx(
+        2 * tile
+    )
+    uneven = pipeline._replace(counts=torch.tensor([1, 2, 3]))
+    assert uneven.clocks(10**9) == pytest.approx(4 * pipeline.step.response(2))  # the longest alone
 
 
-def test_which_resource_binds():
+def test_the_limiting_unit():
     """head_dim 64 waits for exponentials, 128 and 256 for products; short causal rows and few
     queries for memory; a tiny call for its launch.
     """
@@ -115,7 +117,7 @@ def test_which_resource_binds():
     assert predict(make_problem(64, 1, 32, 128, 8192), H200, "triton").binds == "HBM"
     tiny = predict(make_problem(1, 16, 1, 64), H200, "triton")
     assert tiny.binds == "launch" and "launch needs 2.5 us" in str(tiny)
-    exact = predict(question(4096, num_heads=16, dtype=torch.float32), H200, "triton")
+    exact = predict(make_problem(4096, num_heads=16, dtype=torch.float32), H200, "triton")
     assert exact.binds == "fp32 lanes" and "fp32 lanes need" in str(exact)
 
 
@@ -127,7 +129,7 @@ def test_a_bound_is_below_every_measurement():
         assert not bound.modelled and bound.seconds < modelled.seconds
 
 
-def test_a_mask_takes_its_share():
+def test_a_mask_scales_the_time_by_its_density():
     dense, masked = make_problem(1, 8192, 16, 128), make_problem(1, 8192, 16, 128, has_mask=True)
     for backward in (False, True):
         whole = predict(dense, H200, "hopper", backward).seconds
@@ -137,14 +139,14 @@ def test_a_mask_takes_its_share():
         predict(masked, H200, "hopper", density=1.5)
 
 
-def test_pipelines_are_those_of_hopper_alone():
+def test_only_hoppers_pipelines_are_modelled():
     problem = make_problem(1, 8192, 16, 128)
     assert not predict(problem, hardware.A100, "hopper").modelled
     assert predict(problem, hardware.H100, "hopper").modelled
     assert not predict(problem._replace(packed=True), H200, "hopper").modelled
 
 
-def test_sentences():
+def test_predictions_print_as_sentences():
     text = str(predict(make_problem(1, 16384, 16, 128), H200, "hopper"))
     assert text.startswith("3.2 ms: tensor cores need 2.22 ms of it; exp unit 1.6 ms, ")
     unknown = hardware.Hardware("x", 1, 0.0, H200.levels[:1], {}, 0, 0, 0, "")

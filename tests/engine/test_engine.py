@@ -98,7 +98,7 @@ def test_every_setting_gives_the_same_outputs(tiny, expected, way, overlap):
         assert bool(stats.tokens_cached) == (way != "no_prefixes")
 
 
-EIGHT_BIT_WAYS = ("plain", "chunks_of_13", "few_pages", "few_pages_and_small_chunks")
+KV8_WAYS = ("plain", "chunks_of_13", "few_pages", "few_pages_and_small_chunks")
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
@@ -109,7 +109,7 @@ def test_every_setting_gives_the_same_outputs_with_8_bit_pages(tiny, expected, k
         tiny.ask(one)
         own = tiny.visible(tiny.drain(one)[0])
     assert own != expected, "8 bits that change nothing are no 8 bits"
-    for way in EIGHT_BIT_WAYS:
+    for way in KV8_WAYS:
         with tiny.engine(**WAYS[way], kv_dtype=kv_dtype) as one:
             if one.tier:
                 one.costs.link_bytes_per_s = 1e30

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 import onchip
 from onchip.core import dispatch, functional
 from onchip.core.problem import DeviceInfo, Problem, SMPartition, Tensors, has_uniform_lengths
-from onchip.cost.prefixes import Costs, Occupancy, costs
+from onchip.cost.prefixes import Occupancy, PrefixCosts, costs
 from onchip.fold import cascade
 from onchip.testing import assert_accurate
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 4
-FREE = Costs(page=100, query=1, partial=1, level=0)
+FREE = PrefixCosts(page=100, query=1, partial=1, level=0)
 
 
 @st.composite
@@ -105,7 +105,7 @@ def test_no_choice_of_groups_saves_more(trie, level_bytes, query_bytes):
     """
     tables, lengths = trie
     _, table, seqlens = cache(tables, lengths, torch.float32)
-    model = Costs(100, query_bytes, 7, level_bytes)
+    model = PrefixCosts(100, query_bytes, 7, level_bytes)
     plan = cascade.plan(table, seqlens, PAGE, model)
     once = 7 * len(tables) if plan.levels else 0
     assert plan.saved == sum(level.saved for level in plan.levels) - once

@@ -1,4 +1,4 @@
-"""What tests of the kernels' host code share where there is no GPU."""
+"""Fixtures for tests of the kernels' host code without a GPU."""
 
 from types import SimpleNamespace
 
@@ -10,8 +10,8 @@ from onchip.kernels.runtime import counters
 
 @pytest.fixture
 def now(monkeypatch):
-    """The current stream, whether it is captured, and how often it was waited for: stand-ins, for
-    which counters are on the CPU.
+    """The current stream, whether it is captured, and the number of synchronisations: stand-ins,
+    with counters on the CPU.
     """
     state = SimpleNamespace(stream=0, capturing=False, waits=0)
 

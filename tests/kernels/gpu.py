@@ -1,4 +1,4 @@
-"""What the tests of the GPU kernels share."""
+"""Helpers of the tests of GPU kernels."""
 
 import pytest
 import torch
@@ -17,13 +17,15 @@ each_kernel = pytest.mark.parametrize(
 
 
 def inputs(seqlen_q, seqlen_k=None, dim=128, dtype=torch.bfloat16, batch=2, **shape):
-    """q, k, v on the device, of 8 and 2 heads unless told otherwise."""
+    """q, k, v on the device, with 8 and 2 heads by default."""
     shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": dim, "dtype": dtype} | shape
     return make_qkv(batch, seqlen_q, seqlen_k, device="cuda", **shape)
 
 
 def late_writer():
-    """A kernel that lets the next call begin, and copies numbers when that has looked at them."""
+    """A kernel that lets the next call start early, and writes its numbers after the next call
+    could have read them.
+    """
     triton = pytest.importorskip("triton")
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, globaltimer

@@ -14,7 +14,7 @@ from torch import Tensor
 import onchip
 import onchip.testing as ot
 from onchip import kernels
-from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.runtime.launcher import CachedLauncher
 from tests.kernels.gpu import each_kernel
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -254,8 +254,8 @@ def forget_variants() -> None:
     for function in jit_functions().values():
         function.device_caches.clear()
     for _, handle in members():
-        if isinstance(handle, Handle):
-            handle._families.clear()
+        if isinstance(handle, CachedLauncher):
+            handle._signatures.clear()
 
 
 def variants() -> Counter:

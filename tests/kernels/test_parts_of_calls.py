@@ -1,5 +1,5 @@
-"""A call that is a part of a larger one: places, heads that begin later, lse over more keys, and
-gradients that are not rounded. Parts add up to the whole, in every kernel.
+"""Calls that are a part of a larger one: explicit positions, a first head, lse over more keys, and
+gradients that are not rounded.
 """
 
 import pytest
@@ -33,7 +33,7 @@ SERVED += [(kernel, name) for kernel in PAPERS for name in ("bare", "dropout")]
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """An interpreter has no use for the tiles of a GPU."""
+    """Small tiles: the interpreter does not need those of a GPU."""
     if INTERPRETED:
         from onchip.kernels.triton import launch
 
@@ -56,7 +56,7 @@ def tensors(dtype):
 
 
 def prepare_part(x, rows, cols, options, heads=slice(None)):
-    """The part of rows, columns and heads, as a call, and its tensors."""
+    """The part of rows, columns and heads, as a CachedCall, and its tensors."""
     options = dict(options)
     slopes = options.pop("alibi_slopes", None)
     first = heads.start or 0
@@ -121,7 +121,7 @@ def test_parts_add_up_to_the_whole(kernel, name):
 
 
 def check_heads(kernel):
-    """Dropout of a part counts heads from the first of the whole."""
+    """Dropout of a part counts heads from the first head of the whole call."""
     x, options = tensors(torch.float32), OPTIONS["dropout"]
     out, _, _ = reference(x, options, x[4])
     everything = torch.arange(SEQLEN)
@@ -130,7 +130,7 @@ def check_heads(kernel):
 
 
 @pytest.mark.parametrize("kernel", ["reference", "tiled", *PAPERS])
-def test_heads_may_begin_later(kernel):
+def test_a_part_may_start_at_a_later_head(kernel):
     check_heads(kernel)
 
 
@@ -166,7 +166,7 @@ def test_triton_parts_add_up_to_the_whole(name):
 
 
 @inside
-def test_triton_heads_may_begin_later():
+def test_triton_a_part_may_start_at_a_later_head():
     check_heads("triton")
 
 

@@ -1,11 +1,11 @@
-"""Rows of the tile tables that must agree with one another."""
+"""Consistency of the tile tables."""
 
 import math
 
 import pytest
 import torch
 
-from onchip.cost import question
+from onchip.cost import make_problem
 from onchip.kernels.tiles import (
     HOPPER_BACKWARD,
     HOPPER_SPLIT,
@@ -19,26 +19,26 @@ from onchip.kernels.tiles import (
     paper_v2_tiles,
 )
 
-WIDE, NARROW = 3, 2  # consumers of a tile at head_dim 64
+THREE, TWO = 3, 2  # consumers of a tile at head_dim 64
 
 
 @pytest.mark.parametrize(
     ("options", "seqlen", "consumers"),
     [
-        ({}, 4096, WIDE),
-        ({"causal": True}, 1024, NARROW),
-        ({"causal": True}, 1025, WIDE),
-        ({"window_size": (300, 200)}, 4096, NARROW),
-        ({"window_size": (832, 0)}, 4096, NARROW),  # a tile of 192 queries meets 1024 keys
-        ({"window_size": (833, 0)}, 4096, WIDE),
-        ({"window_size": (500, None), "causal": True}, 4096, NARROW),
-        ({"window_size": (500, None)}, 4096, WIDE),
-        ({"window_size": (None, 10)}, 4096, WIDE),
+        ({}, 4096, THREE),
+        ({"causal": True}, 1024, TWO),
+        ({"causal": True}, 1025, THREE),
+        ({"window_size": (300, 200)}, 4096, TWO),
+        ({"window_size": (832, 0)}, 4096, TWO),  # a tile of 192 queries meets 1024 keys
+        ({"window_size": (833, 0)}, 4096, THREE),
+        ({"window_size": (500, None), "causal": True}, 4096, TWO),
+        ({"window_size": (500, None)}, 4096, THREE),
+        ({"window_size": (None, 10)}, 4096, THREE),
     ],
     ids=str,
 )
-def test_two_consumers_take_tiles_that_meet_few_keys(options, seqlen, consumers):
-    problem = question(seqlen, num_heads=4, head_dim=64, dtype=torch.bfloat16, **options)
+def test_two_consumers_for_tiles_with_few_keys(options, seqlen, consumers):
+    problem = make_problem(seqlen, num_heads=4, head_dim=64, dtype=torch.bfloat16, **options)
     assert hopper_forward_of(problem).consumers == consumers
 
 
@@ -49,7 +49,7 @@ def test_the_kernels_of_the_hopper_backward_share_lse_and_delta(head_dim):
 
 
 @pytest.mark.parametrize("head_dim", HOPPER_BACKWARD)
-def test_dq_leaves_in_one_part_of_each_consumer(head_dim):
+def test_dq_is_stored_in_one_part_per_consumer(head_dim):
     assert HOPPER_BACKWARD[head_dim].tile_m * head_dim == 2 * 64 * 64
 
 
@@ -70,7 +70,7 @@ def test_tiles_of_the_papers_fit_on_the_chip(sram, d, dv):
 
 
 def test_tiles_of_v1_are_those_published():
-    """Bc = ceil(M / 4d), Br = min(Bc, d); where Br = Bc nothing is left for S."""
+    """Bc = ceil(M / 4d), Br = min(Bc, d); with Br = Bc nothing is left for S."""
     assert paper_v1_tiles(51_200, 64, 64) == (64, 200)
     assert paper_v1_tiles(51_200, 128, 128) == (100, 100) and 4 * 100 * 128 == 51_200
     assert paper_v1_tiles(51_201, 128, 128) == (101, 101)

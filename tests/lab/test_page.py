@@ -9,7 +9,7 @@ import torch
 
 import onchip
 from onchip.core import state
-from onchip.cost import question, roofline
+from onchip.cost import make_problem, roofline
 from onchip.cost.hardware import TABLE
 from onchip.lab import papers, record
 from onchip.lab.playground import Playground
@@ -297,7 +297,7 @@ class TestLength:
             choose(tab, "length-dtype", dtype)
             choose(tab, "length-device", device)
             size = {"head_dim": papers.HEAD_DIMS[d], "dtype": papers.DTYPES[dtype]}
-            problem = question(papers.CONTEXTS[n], num_heads=papers.HEADS[heads], **size)
+            problem = make_problem(papers.CONTEXTS[n], num_heads=papers.HEADS[heads], **size)
             for kind, extra in (("flash", 0), ("standard", scores_bytes(problem))):
                 moved = least_bytes(problem) + 2 * extra  # written, and read once more
                 line = roofline.bound(problem, TABLE[device], problem.flops, moved)

@@ -11,7 +11,7 @@ from onchip.parallel import tree
 from onchip.parallel.comm import CountingComm, ParallelError, run_ranks
 from onchip.parallel.tree import tree_attention, tree_paged_attention
 from onchip.testing import compare, make_packed, make_pages, make_qkv
-from tests.kv8 import FORMS, eight, on_grid
+from tests.kv8 import FORMS, on_grid, quantise_pages
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])
@@ -96,7 +96,7 @@ def test_8_bit_pages_have_scales(form):
         mine = k[comm.rank :: 2], v[comm.rank :: 2]
         cu = torch.tensor([0, len(mine[0])], dtype=torch.int32)
         *pages, table, seqlens = make_pages(*mine, cu, 4)
-        pages, scales = eight(*pages, form) if comm.rank else (pages, {})
+        pages, scales = quantise_pages(*pages, form) if comm.rank else (pages, {})
         return tree_paged_attention(q, *pages, table, seqlens, comm, **scales)
 
     for out in run_ranks(2, decode):

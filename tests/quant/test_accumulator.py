@@ -1,4 +1,6 @@
-"""The model of a short accumulator: right where nothing is lost, and losing what it should."""
+"""The model of a short accumulator: exact if no bits are lost, and otherwise with the expected
+loss.
+"""
 
 import pytest
 import torch
@@ -22,22 +24,24 @@ def test_with_many_bits_it_is_the_product(promote, n):
     assert torch.allclose(add_product(acc, a, b, None), acc + a @ b, atol=1e-12)
 
 
-def test_what_is_below_the_last_bit_is_gone():
-    """1 + 31 * 2^-14 in 14 bits: each addend lies below the last bit of the largest."""
+def test_addends_below_the_last_bit_are_lost():
+    """1 + 31 * 2^-14 in 14 bits: each addend is below the last bit of the largest."""
     a, b = torch.ones(1, 32), torch.full((32, 1), 2.0**-14)
     b[0] = 1.0
     assert add_product(torch.zeros(1, 1), a, b, Accumulator(14)).item() == 1.0
     assert add_product(torch.zeros(1, 1), a, b, Accumulator(15)).item() == 1 + 31 * 2.0**-14
 
 
-def test_it_cuts_towards_zero():
+def test_it_truncates_towards_zero():
     a, b = torch.ones(1, 32), torch.full((32, 1), 2.0**-14)
     b[0] = 1.0
     assert add_product(torch.zeros(1, 1), a, -b, Accumulator(14)).item() == -1.0
 
 
-def test_a_long_sum_stands_still_unless_promoted():
-    """4,096 ones upon 2^14: each lies below the last bit of the sum. Promoted, the ones meet."""
+def test_a_long_sum_stops_growing_unless_promoted():
+    """4,096 ones added to 2^14: each is below the last bit of the sum. With promotion the ones add
+    up.
+    """
     a, b, acc = torch.ones(1, 4096), torch.full((4096, 1), 0.5), torch.full((1, 1), 2.0**14)
     exact = acc + a @ b
     assert torch.equal(add_product(acc, a, b, Accumulator(14, None)), acc)
@@ -45,7 +49,7 @@ def test_a_long_sum_stands_still_unless_promoted():
 
 
 def test_more_bits_and_more_promotions_are_better():
-    """Sums of one sign, which cutting makes too small."""
+    """Sums of one sign, which truncation makes too small."""
     a, b, acc = operands(n=512)
     a, b = a.abs(), b.abs()
     error = lambda model: (add_product(acc, a, b, model) - acc - a @ b).abs().mean().item()
@@ -60,8 +64,8 @@ def test_refusals():
 
 
 @pytest.mark.hopper
-def test_the_tensor_cores_lose_what_the_model_loses():
-    """cuBLAS that never promotes, one-signed sums of 4,096 products: 6.6 % by the model."""
+def test_tensor_cores_match_the_model():
+    """cuBLAS without promotion, sums of 4,096 products of one sign: 6.6 % by the model."""
     generator = torch.Generator().manual_seed(0)
     a, b = (cast(torch.rand(2048, 4096, generator=generator), E4M3).cuda() for _ in range(2))
     one = torch.ones((), device="cuda")

@@ -1,4 +1,4 @@
-"""Formats are grids: judged by torch's own casts, number by number, and by lists written out."""
+"""Formats are grids: compared with torch's own casts, number by number, and with written lists."""
 
 import math
 
@@ -23,7 +23,7 @@ def grid(fmt):
 
 
 def around(fmt):
-    """The grid, what lies halfway, and the fp32 neighbours of both: every way to round."""
+    """The grid, its midpoints, and the fp32 neighbours of both: every case of rounding."""
     points = grid(fmt)
     points = torch.cat([points, (points[1:] + points[:-1]) / 2])
     up, down = (torch.nextafter(points, torch.tensor(x)) for x in (math.inf, -math.inf))
@@ -32,7 +32,7 @@ def around(fmt):
 
 
 @ALL
-def test_the_grid_stays(fmt):
+def test_numbers_on_the_grid_stay(fmt):
     points = grid(fmt)
     assert points.abs().max() == fmt.max
     assert torch.equal(cast(points, fmt), points)
@@ -74,7 +74,7 @@ def test_nearest_in_double_precision(fmt):
 
 
 @ALL
-def test_outside_becomes_the_largest_and_nan_stays(fmt):
+def test_out_of_range_becomes_the_largest_and_nan_stays(fmt):
     beyond = torch.tensor([fmt.max * 1.001, fmt.max * 4, 3e38, math.inf])
     assert (cast(beyond, fmt) == fmt.max).all()
     assert (cast(-beyond, fmt) == -fmt.max).all()
@@ -92,7 +92,7 @@ def test_storing_loses_nothing(fmt):
 
 
 @ALL
-def test_random_rounding_goes_to_a_neighbour(fmt):
+def test_random_rounding_gives_a_neighbour(fmt):
     points, x = grid(fmt), around(fmt)
     got = cast(x, fmt, torch.Generator().manual_seed(3))
     below = points[(torch.searchsorted(points, x, right=True) - 1).clamp(0)]
@@ -102,8 +102,8 @@ def test_random_rounding_goes_to_a_neighbour(fmt):
 
 @ALL
 @pytest.mark.parametrize("share", [0.03, 0.5, 0.8])
-def test_random_rounding_is_right_on_average(fmt, share):
-    """The mean of n draws lies within 5 standard deviations of x: a bias of 1 % of a step would
+def test_random_rounding_is_unbiased(fmt, share):
+    """The mean of n draws is within 5 standard deviations of x: a bias of 1 % of a step would
     not pass, in a normal or in a subnormal binade.
     """
     n, points = 100_000, grid(fmt)
@@ -116,8 +116,8 @@ def test_random_rounding_is_right_on_average(fmt, share):
         assert 5 * deviation < 0.01 * (high - low)
 
 
-def test_to_nearest_is_wrong_on_average():
-    """What random rounding is for, and that the test above can fail."""
+def test_rounding_to_nearest_is_biased():
+    """The reason for random rounding, and a check that the test above can fail."""
     x = torch.full((1000,), 1.03)
     assert cast(x, E4M3).mean().item() == pytest.approx(1.0)
 

@@ -1,4 +1,4 @@
-"""Recipes against fp64: the walk is exact, and each recipe is as good as it is said to be."""
+"""Recipes against fp64: the loop is exact, and each recipe has its documented error."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from onchip.quant.formats import E4M3
 from onchip.quant.recipes import FA3_PAPER, FP8, FP8_TENSOR, INT8, INT8_PV16, RECIPES, SAGE2
 from onchip.testing import make_packed, make_qkv, max_error, oracle, rmse
 
-# No operand is narrowed: what is left is the walk over tiles.
+# # No operand is quantised: only the loop over tiles is left.
 PLAIN = Recipe("plain", None, None, pv_dtype=torch.float64, tile_m=48, tile_n=32)
 OPTIONS = {
     "dense": {},
@@ -32,7 +32,7 @@ def assert_exact(recipe, q, k, v, **options):
 @pytest.mark.parametrize("lengths", [(111, 111), (63, 200), (130, 40), (1, 97)])
 @pytest.mark.parametrize("backwards", [True, False])
 @pytest.mark.parametrize("smooth", [True, False])
-def test_the_walk_is_exact(options, lengths, backwards, smooth):
+def test_the_loop_is_exact_without_quantisation(options, lengths, backwards, smooth):
     """Unquantised in fp64 it is attention: rotated, smoothed, grouped heads, rows without keys."""
     q, k, v = make_qkv(2, *lengths, num_heads=6, num_kv_heads=2, head_dim=24, head_dim_v=40)
     recipe = replace(PLAIN, backwards=backwards, smooth=smooth, rotate=True)
@@ -67,7 +67,7 @@ def test_fp8_is_better_than_without_rotation_and_blocks(outliers):
     assert outliers["fp8"] <= 0.6 * outliers["fp8_tensor"]
 
 
-NARROW = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 OURS = pytest.mark.parametrize("recipe", [FP8, INT8, INT8_PV16], ids=lambda r: r.name)
 
 
@@ -75,9 +75,9 @@ def relative(got, want):
     return rmse(got, want) / want.square().mean().sqrt().item()
 
 
-@NARROW
+@EVERY_RECIPE
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options_change_nothing_about_the_error(recipe, options):
+def test_options_do_not_change_the_error(recipe, options):
     """On N(0, 1) with scores of that size: 3 bits behind the leading one in q, k, v and p are 2.6 %
     of noise each, integers a tenth of it.
     """
@@ -92,8 +92,8 @@ def test_options_change_nothing_about_the_error(recipe, options):
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES.values() if r is not FP8_TENSOR])
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["dense", "causal"])
-def test_a_packed_sequence_is_itself_alone(recipe, options):
-    """But for a scale over the whole tensor, no sequence knows of another."""
+def test_a_packed_sequence_equals_the_sequence_alone(recipe, options):
+    """Except for a scale over the whole tensor, sequences do not depend on each other."""
     lengths = [63, 0, 300, 1]
     packed = make_packed(lengths, num_heads=4, num_kv_heads=2, distribution="outlier")
     cu = {"cu_seqlens_q": packed.cu_seqlens_q, "cu_seqlens_k": packed.cu_seqlens_k}
@@ -104,8 +104,8 @@ def test_a_packed_sequence_is_itself_alone(recipe, options):
     assert torch.allclose(lse, torch.cat([s[0] for _, s in alone], -1), atol=1e-5)
 
 
-@NARROW
-def test_rows_that_see_nothing(recipe):
+@EVERY_RECIPE
+def test_rows_without_keys(recipe):
     q, k, v = make_qkv(1, 200, 63, num_heads=2)
     out, lse = attend(recipe, q, k, v, causal=True)
     assert (out[:, :137] == 0).all() and (lse[..., :137] == -torch.inf).all()
@@ -124,7 +124,7 @@ def test_head_dims_of_every_kind(recipe):
 
 
 @OURS
-def test_16_bit_inputs_are_what_they_hold(recipe):
+def test_16_bit_inputs_equal_their_fp32_values(recipe):
     q, k, v = make_qkv(1, 111, dtype=torch.bfloat16)
     got, want = attend(recipe, q, k, v), attend(recipe, q.float(), k.float(), v.float())
     assert got[0].dtype == got[1].dtype == torch.float32
@@ -149,14 +149,16 @@ P_ALONE = {"q": None, "k": None, "v": None, "pv_dtype": torch.float64}
 @GAPS
 @pytest.mark.parametrize("recipe", [FP8, INT8, SAGE2], ids=lambda r: r.name)
 def test_weights_survive_a_sink(recipe, gap):
-    """What lies far below the largest score of a row is not lost when p is cast."""
+    """Weights far below the largest of a row survive the cast of p."""
     x = sink(gap)
     out, _ = attend(replace(recipe, **P_ALONE), *x)
     assert relative(out, oracle(*x).out) <= 0.03
 
 
-def test_a_sink_that_comes_first_eats_unscaled_weights():
-    """What the scale of p and the order of keys are for, and that the test above can fail."""
+def test_a_sink_visited_first_loses_unscaled_weights():
+    """The reason for the scale of p and the order of keys, and a check that the test above can
+    fail.
+    """
     x = sink(8)
     exact = oracle(*x).out
     unscaled = replace(FP8, **P_ALONE, p_scale=1.0)
@@ -166,7 +168,7 @@ def test_a_sink_that_comes_first_eats_unscaled_weights():
 
 
 @GAPS
-def test_int8_is_good_beside_a_sink(gap):
+def test_int8_is_accurate_with_a_sink(gap):
     """Whole recipes. Values about zero cost 2.6 % in e4m3 with or without a sink."""
     x, one_signed = sink(gap), sink(gap, mean=1.0)
     assert relative(attend(INT8_PV16, *x)[0], oracle(*x).out) <= 0.03
@@ -176,7 +178,7 @@ def test_int8_is_good_beside_a_sink(gap):
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0])
-def test_large_scores_are_what_integers_are_for(mean):
+def test_int8_is_better_for_large_scores(mean):
     x = sink(8, mean)
     exact = oracle(*x).out
     fp8, int8, pv16 = (relative(attend(r, *x)[0], exact) for r in (FP8, INT8, INT8_PV16))
@@ -205,27 +207,29 @@ def packed_errors(recipe, x):
 
 @pytest.mark.parametrize("recipe", SMOOTH.values(), ids=SMOOTH)
 @pytest.mark.parametrize("lengths", [[300], [111, 200, 0, 63]], ids=["one", "four"])
-def test_a_bias_of_channels_costs_nothing(recipe, lengths):
+def test_channel_bias_does_not_change_the_error(recipe, lengths):
     with_bias, without = (packed_errors(recipe, x) for x in biased(lengths))
     assert with_bias[0] <= 1.05 * without[0]
     assert with_bias[1] <= 1.05 * without[1] + 1e-5
 
 
-def test_without_smoothing_it_costs_a_lot():
+def test_channel_bias_without_smoothing_has_a_large_error():
     x, without = biased([300])
     for recipe in (replace(INT8_PV16, smooth=False), FA3_PAPER):
         assert packed_errors(recipe, x)[0] > 2 * packed_errors(recipe, without)[0]
 
 
 def test_a_mean_over_all_sequences_is_not_enough():
-    """Each sequence must lose its own mean: here they are opposite, and that of all is none."""
+    """Each sequence must lose its own mean: here the means are opposite, and the mean over all is
+    zero.
+    """
     x, _ = biased([200, 200])
     x.k[200:] = -x.k[:200]
     whole = packed_errors(replace(INT8_PV16, smooth=False), x)[0]
     assert packed_errors(INT8_PV16, x)[0] < whole / 2
 
 
-def test_short_accumulators_lose_one_signed_sums():
+def test_short_accumulators_lose_sums_of_one_sign():
     """Sums of one sign grow, and what is added drops below their last bit; promoted, they do not.
     Integers are added exactly.
     """
@@ -241,7 +245,7 @@ def test_short_accumulators_lose_one_signed_sums():
     assert error(INT8_PV16, Accumulator(6, None)) == error(INT8_PV16, None)
 
 
-def test_refusals_are_those_of_attention():
+def test_refusals_equal_those_of_attention():
     q, k, v = make_qkv(1, 63, num_heads=4, num_kv_heads=2)
     cu = torch.tensor([0, 63], dtype=torch.int32)
     with pytest.raises(ValueError, match="num_heads=3 must be a positive multiple"):
@@ -254,7 +258,7 @@ def test_refusals_are_those_of_attention():
         attend(FP8, q[0], k[0], v[0], cu_seqlens_q=cu - 1, cu_seqlens_k=cu)
 
 
-def test_recipes_that_make_no_sense():
+def test_invalid_recipes():
     with pytest.raises(ValueError, match=r"p_scale=512 must lie in \(0, 448.0\]"):
         replace(FP8, p_scale=512)
     with pytest.raises(ValueError, match="tile_n=0 must be positive"):
@@ -262,7 +266,7 @@ def test_recipes_that_make_no_sense():
 
 
 @pytest.mark.gpu
-@NARROW
+@EVERY_RECIPE
 def test_the_same_on_a_gpu(recipe):
     x = make_qkv(2, 200, num_heads=4, num_kv_heads=2, distribution="outlier")
     out, lse = attend(recipe, *(t.cuda() for t in x), causal=True)

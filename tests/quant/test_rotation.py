@@ -1,4 +1,4 @@
-"""The rotation is orthonormal, leaves scores as they are, and spreads what is large."""
+"""The rotation is orthonormal, does not change scores, and spreads large channels."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_unrotate_is_the_inverse(head_dim):
 
 
 @DIMS
-def test_scores_stay(head_dim):
+def test_scores_do_not_change(head_dim):
     q, k, _ = make_qkv(1, 63, head_dim=head_dim, dtype=torch.float64, distribution="outlier")
     score = lambda q, k: torch.einsum("bqhd,bkhd->bhqk", q, k)
     assert torch.allclose(score(rotate(q, 2), rotate(k, 2)), score(q, k), atol=1e-10)
@@ -52,11 +52,11 @@ def test_one_large_channel_becomes_many_small():
 
 
 def test_a_constant_row_is_spread_too():
-    """What signs are for: an unsigned Hadamard matrix would put it all into one channel."""
+    """The reason for the signs: an unsigned Hadamard matrix would put it all into one channel."""
     assert rotate(torch.ones(128)).abs().max() < 5
 
 
-def test_seeds_differ_and_are_remembered():
+def test_seeds_give_different_and_reproducible_signs():
     assert set(signs(256).tolist()) == {-1.0, 1.0}
     assert torch.equal(signs(128, 4), signs(128, 4))
     assert not torch.equal(signs(128, 4), signs(128, 5))

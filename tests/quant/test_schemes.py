@@ -1,4 +1,4 @@
-"""Who shares a scale, in every layout; and what a scale promises."""
+"""Which elements share a scale, in every layout, and the error that a scale guarantees."""
 
 import math
 
@@ -48,8 +48,8 @@ def test_values_and_scales_are_near_x(fmt, per):
 
 
 @pytest.mark.parametrize("per", PER)
-def test_the_largest_of_each_group_becomes_the_formats(per):
-    """Scales are as large as they must be, and no larger; groups are those written out."""
+def test_the_largest_of_each_scale_becomes_the_formats_max(per):
+    """Scales are exactly as large as needed; the groups are written out."""
     x = example()
     got = quantise(x, Scheme(E4M3, per, 32))
     if per == "tensor":
@@ -70,8 +70,8 @@ def test_shapes_of_scales(per, shape):
 
 
 @pytest.mark.parametrize("per", PER[1:])
-def test_packed_sequences_are_those_alone(per):
-    """Blocks begin anew with each sequence; a sequence's values and scales depend on no other."""
+def test_packed_sequences_equal_sequences_alone(per):
+    """Each sequence begins a new block; its values and scales depend on no other sequence."""
     x, cu = packed_example()
     scheme = Scheme(INT8, per, 32)
     got = quantise(x, scheme, cu)
@@ -83,7 +83,7 @@ def test_packed_sequences_are_those_alone(per):
 
 
 @pytest.mark.parametrize("per", PER[1:])
-def test_nan_stays_with_its_group(per):
+def test_nan_affects_only_its_scale(per):
     x, cu = packed_example()
     x[70, 1, 5] = math.nan
     for fmt in (E4M3, INT8):
@@ -94,14 +94,14 @@ def test_nan_stays_with_its_group(per):
 
 
 @pytest.mark.parametrize("per", PER)
-def test_infinity_is_no_large_number(per):
+def test_infinity_gives_nan(per):
     x = example()
     x[0, 7, 1, 3] = math.inf
     assert quantise(x, Scheme(E4M3, per)).dequantise()[0, 7, 1, 3].isnan()
 
 
 @pytest.mark.parametrize("per", PER)
-def test_nothing_and_next_to_nothing(per):
+def test_zeros_and_tiny_numbers(per):
     scheme = Scheme(E4M3, per)
     assert (quantise(torch.zeros(1, 5, 2, 8), scheme).dequantise() == 0).all()
     tiny = quantise(torch.full((1, 5, 2, 8), 1e-44), scheme).dequantise()
@@ -111,7 +111,7 @@ def test_nothing_and_next_to_nothing(per):
 
 
 @pytest.mark.parametrize("per", PER)
-def test_neighbours_and_strides_do_not_count(per):
+def test_neighbours_and_strides_do_not_matter(per):
     x, scheme = example(), Scheme(INT8, per, 32)
     want = quantise(x, scheme).dequantise()
     assert torch.equal(quantise(poison_neighbours(x), scheme).dequantise(), want)
@@ -120,14 +120,14 @@ def test_neighbours_and_strides_do_not_count(per):
 
 
 def test_finer_scales_save_small_tokens():
-    """A row of small numbers beside a large one: integers of a shared scale lose it altogether."""
+    """A row of small numbers next to a large one: int8 with a shared scale loses it completely."""
     x = torch.ones(1, 4, 1, 8)
     x[0, 0] = 1000
     assert quantise(x, Scheme(INT8, "block")).dequantise()[0, 1].abs().max() == 0
     assert quantise(x, Scheme(INT8, "token")).dequantise()[0, 1] == pytest.approx(1)
 
 
-def test_random_rounding_is_right_on_average():
+def test_random_rounding_is_unbiased():
     x, scheme = example(), Scheme(FP4, "token")
     generator = torch.Generator().manual_seed(0)
     draws = [quantise(x, scheme, generator=generator).dequantise() for _ in range(400)]
@@ -152,7 +152,7 @@ def test_refusals():
         Scheme(E4M3, "block", 0)
     with pytest.raises(ValueError, match=r"rank 4.*got shape \(5, 2, 8\)"):
         quantise(torch.zeros(5, 2, 8), Scheme(E4M3, "head"))
-    with pytest.raises(ValueError, match="rank 3.*beside cu_seqlens"):
+    with pytest.raises(ValueError, match="rank 3.*with cu_seqlens"):
         quantise(example(), Scheme(E4M3, "head"), torch.tensor([0, 5]))
     for wrong in ([0, 3], [1, 5], [0, 4, 3, 5]):
         with pytest.raises(ValueError, match="must rise from 0 to the 5 tokens of x"):

@@ -1,4 +1,4 @@
-"""Keys without their mean: exact in the softmax, the lse repaired, each sequence by itself."""
+"""Smoothing: the softmax stays exact, lse is corrected, each sequence has its own mean."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ LENGTHS = [63, 0, 111, 1]
 
 
 def packed_example():
-    """Sequences whose keys have means of their own, far apart."""
+    """Sequences with very different means of their keys."""
     x = make_packed(LENGTHS, num_heads=4, num_kv_heads=2, head_dim=24)
     bias = 10 * torch.randn(len(LENGTHS), 2, 24, generator=torch.Generator().manual_seed(1))
     k = x.k + bias.repeat_interleave(torch.tensor(LENGTHS), 0)
@@ -25,7 +25,7 @@ def assert_exact(q, k, v, smooth, shift, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softmax_scale": 0.4}])
-def test_exact_in_the_softmax_and_the_lse_repaired(options):
+def test_the_softmax_is_exact_and_lse_is_corrected(options):
     x = make_qkv(3, 63, 97, num_heads=4, num_kv_heads=2, head_dim=24, distribution="biased")
     q, k, v = (t.double() for t in x)
     smooth, mean = smooth_keys(k)
@@ -46,7 +46,7 @@ def test_each_packed_sequence_has_its_mean():
     assert_exact(q, k, v, smooth, shift, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
-def test_a_mean_of_many_is_not_rounded_away():
+def test_the_mean_of_many_keys_is_accurate():
     """fp32 sums of a million keys of one sign would be off by 1e-3 and more."""
     k = torch.full((1, 1_000_001, 1, 1), 0.1)
     smooth, mean = smooth_keys(k)

@@ -129,7 +129,7 @@ def gpu_levels(device: torch.device, sets: tuple[int, ...] = GPU_SETS) -> Iterat
     """Half of a set is read, and written to the other half; negated, for plain copies
     in a graph came to 2.7 TB/s on an H200, whose memory gives kernels 4.4.
     """
-    from onchip.kernels.triton.chase import chase, lines
+    from onchip.kernels.triton.chase import chase, make_ring
 
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     for size in sets:
@@ -137,7 +137,7 @@ def gpu_levels(device: torch.device, sets: tuple[int, ...] = GPU_SETS) -> Iterat
         target = torch.empty_like(source)
         copies = max(1, (4 << 30) // size)
         seconds = _graph_s(lambda: [torch.neg(source, out=target) for _ in range(copies)])  # noqa: B023
-        ring = lines(torch.randperm(size // 128, device=device, dtype=torch.int32))
+        ring = make_ring(torch.randperm(size // 128, device=device, dtype=torch.int32))
         latency = _event_s(lambda: chase(ring, GPU_HOPS)) / GPU_HOPS  # noqa: B023
         yield Measured("L2" if size <= l2 else "HBM", size, copies * size / seconds, latency)
 

@@ -23,7 +23,7 @@ from onchip.cli.bench.gpu import Claim, Contender, Inputs, Scale
 from onchip.cli.bench.harness import Bar, Case, Row, Session, hold, worst_cell
 from onchip.cost.prefixes import costs
 from onchip.fold import cascade
-from onchip.quant.kv8 import FORMATS, held, quantise
+from onchip.quant.kv8 import FORMATS, quantise, snap_to_grid
 from onchip.testing import oracle, rmse
 
 CELLS = ((1, 16384), (1, 131072), (16, 4096), (64, 4096), (128, 8192))  # (batch, keys)
@@ -39,7 +39,7 @@ PREFIXES = ((64, 8192, 256), (64, 32768, 256), (8, 2048, 64))
 TIERS = {"prefix": tiers.prefix, "swap": tiers.swap, "offload": tiers.stream}
 PARTS = ("decode", "pages", "cascade", *TIERS)  # of --only
 AT_LEAST, SMALL_PAGES, MHA_TBS = 0.98, 0.90, 3.5
-EIGHT_BITS, EIGHT_BITS_AT = 1.7, CELLS[-1]
+KV8_SPEEDUP, KV8_SPEEDUP_AT = 1.7, CELLS[-1]
 CASCADE, COPIED, BESIDE, DEVICE_GB = 5.0, 0.8, 1.25, 2.0
 
 
@@ -65,9 +65,9 @@ def _most_device_gb(rows: list[Row]) -> float:
     return max(row["device_gb"] for row in rows)
 
 
-def _eight_bits(kv_dtype: str) -> Callable[[Row], bool]:
+def _as_kv8(kv_dtype: str) -> Callable[[Row], bool]:
     bench = _is(f"decode {kv_dtype}")
-    return lambda row: bench(row) and (row["batch"], row["seqlen"]) == EIGHT_BITS_AT
+    return lambda row: bench(row) and (row["batch"], row["seqlen"]) == KV8_SPEEDUP_AT
 
 
 BARS = (
@@ -83,9 +83,9 @@ BARS = (
     *(
         Bar(
             f"{name} cache over bf16, 128 x 8k",
-            _eight_bits(name),
-            EIGHT_BITS,
-            measure=worst_cell(EIGHT_BITS),
+            _as_kv8(name),
+            KV8_SPEEDUP,
+            measure=worst_cell(KV8_SPEEDUP),
             optional=True,
         )
         for name in FORMATS
@@ -180,7 +180,7 @@ def _decode_steps(session: Session) -> Iterator[gpu.Step]:
                 yield f"decode, {batch} x {keys:,} keys", partial(decode, session, batch, keys)
             for name in session.kv_dtypes:
                 title = f"decode, {batch} x {keys:,} keys, {name} cache"
-                yield title, partial(eight_bits, session, batch, keys, name)
+                yield title, partial(kv8_rows, session, batch, keys, name)
     if not session.quick and not session.kv_dtypes:
         yield "decode, as many key heads as query heads", partial(mha, session)
         yield "decode, one long sequence", partial(skewed, session)
@@ -216,20 +216,20 @@ def decode(session: Session, batch: int, keys: int) -> list[Row]:
     return [_columns(row, cache, sizes[row["bench"]]) for row in rows]
 
 
-def eight_bits(session: Session, batch: int, keys: int, kv_dtype: str) -> list[Row]:
+def kv8_rows(session: Session, batch: int, keys: int, kv_dtype: str) -> list[Row]:
     """Ours over 8-bit pages against ours over bf16 pages that hold the same numbers."""
     cache, form = Cache((keys,) * batch), FORMATS[kv_dtype]
     drawn = cache.draw_sets(session.device)
-    sets = [(q, held(k, form), held(v, form)) for q, k, v in drawn]
+    sets = [(q, snap_to_grid(k, form), snap_to_grid(v, form)) for q, k, v in drawn]
     wide = our_paged("bf16 cache", cache, sets, PAGE_SIZE)
-    narrow = our_eight_bits("onchip", wide, form, cache)
+    narrow = our_kv8("onchip", wide, form, cache)
     bench = f"decode {kv_dtype}"
     claim = Claim(bench, kernel_of(narrow), narrow, [wide])
     rows = gpu.contest(session, cache.case(bench), [claim], cache.tokens)
     return [_columns(row, cache, PAGE_SIZE) | {"kv_dtype": kv_dtype} for row in rows]
 
 
-def our_eight_bits(name: str, wide: Contender, form: torch.dtype, cache: Cache) -> Contender:
+def our_kv8(name: str, wide: Contender, form: torch.dtype, cache: Cache) -> Contender:
     """paged_attention over the pages of another quantised, under the same judge; every set is (q,
     (pages, scales), page table).
     """

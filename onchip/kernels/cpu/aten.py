@@ -1,13 +1,18 @@
-"""torch's own CPU flash kernels, given only the keys that matter: one call per group of query
-blocks, over the keys they see.
+"""torch's own CPU flash kernel, called once per group of query blocks, over only the keys that the
+group sees.
 
-They are fast and have traps, each met here and tested in tests/kernels/cpu/test_aten.py: a row that
-sees no key, or whose scores are all -inf by value, returns lse = 0; seqlen 0 kills the process;
-is_causal is top-left, and its -inf is multiplied with the scale (so scales are positive); masks
-must be float; head_dim_v must equal head_dim; 16-bit results come back rounded (so fp32 partials
-and sinks are computed in fp32), with an lse that is up to 6.3e-5 off (so is an lse that is
-returned); the 16-bit backward sums dK and dV in 16 bits (so gradients are too); 16-bit products
-take scalar loops on CPUs without instructions for them (so they are computed in fp32 there).
+The kernel is fast, but has these limits. Each is handled here and tested in
+tests/kernels/cpu/test_aten.py:
+
+- A row that sees no key, or only scores of -inf, returns lse = 0.
+- seqlen 0 crashes the process.
+- is_causal is top-left aligned, and its -inf is multiplied by the scale: scales are made positive.
+- Masks must be float.
+- head_dim_v must equal head_dim.
+- 16-bit results are rounded. So fp32 partials and sinks are computed in fp32.
+- The lse of 16-bit calls is up to 6.3e-5 off. So calls that return lse are computed in fp32.
+- The 16-bit backward sums dK and dV in 16 bits. So gradients are computed in fp32.
+- CPUs without 16-bit instructions run 16-bit products in scalar loops: they are computed in fp32.
 """
 
 from collections.abc import Sequence
@@ -32,7 +37,7 @@ from onchip.core.backend import (
 )
 from onchip.core.problem import DeviceInfo, Problem, Tensors
 from onchip.core.state import add_sink, finalize, resume
-from onchip.kernels.cpu.head_slice import Plane, planes
+from onchip.kernels.cpu.head_slice import HeadSlice, head_slices
 from onchip.kernels.cpu.scores import grouped_matmul
 from onchip.masks.blockmask import BLOCK
 from onchip.masks.visibility import Visibility
@@ -40,11 +45,11 @@ from onchip.masks.visibility import Visibility
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _MASKED_CELLS = 1 << 22  # a float mask of at most 16 MB
-_LOWEST = -1e30  # below the logits of any row whose lse is 0
-_CALL_COST = 1 << 16  # a call costs 100 us beyond its cells: as many cells of one head
+_LOWEST = -1e30  # below all logits of a row with lse = 0
+_CALL_COST = 1 << 16  # a call costs 100 us besides its cells: as much as so many cells of one head
 
 
-class Call(NamedTuple):
+class FlashCall(NamedTuple):
     """One call of the kernel: rows [q0, q1) over the keys of `spans`."""
 
     q0: int
@@ -76,7 +81,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
-    if _is_bare(problem) and _is_whole(problem, x):
+    if _is_direct(problem) and _is_whole(problem, x):
         q, k, v = x.q.transpose(1, 2), x.k.transpose(1, 2), x.v.transpose(1, 2)
         out, lse = _call_forward(problem, (q, k, v), problem.causal, None)
         return Result(out.transpose(1, 2), lse.contiguous())
@@ -86,51 +91,53 @@ def forward(problem: Problem, x: Tensors) -> Result:
     q = q if problem.softmax_scale > 0 else q * _sign(problem)
     if _is_whole(problem, x):
         out, lse = _call_forward(problem, _heads_first(q, k, v), problem.causal, None)
-        out, lse = _narrow(out.transpose(1, 2), problem.head_dim_v), lse.contiguous()
+        out, lse = _cut_columns(out.transpose(1, 2), problem.head_dim_v), lse.contiguous()
     else:
         out, lse = empty_result(problem._replace(out_dtype=compute), x)
-        for plane in planes(problem, x):
-            _forward_plane(problem, plane, (q, k, v), out, lse)
+        for head_slice in head_slices(problem, x):
+            _forward_head_slice(problem, head_slice, (q, k, v), out, lse)
     if x.sinks is not None:
         out, lse = _with_sinks(out, lse, x.sinks)
     return Result(out.to(problem.out_dtype).contiguous(), lse)
 
 
-def _forward_plane(
-    problem: Problem, plane: Plane, qkv: tuple[Tensor, ...], out: Tensor, lse: Tensor
+def _forward_head_slice(
+    problem: Problem, head_slice: HeadSlice, qkv: tuple[Tensor, ...], out: Tensor, lse: Tensor
 ) -> None:
-    q, k, v = _heads_first(plane.of_queries(qkv[0]), *map(plane.of_keys, qkv[1:]))
-    out, lse = plane.of_queries(out), plane.of_rows(lse)
-    calls = _calls(plane.visibility, max(1, q.shape[0] * q.shape[1]))
+    q, k, v = _heads_first(head_slice.take_queries(qkv[0]), *map(head_slice.take_keys, qkv[1:]))
+    out, lse = head_slice.take_queries(out), head_slice.take_rows(lse)
+    calls = _calls(head_slice.visibility, max(1, q.shape[0] * q.shape[1]))
     gather_k, gather_v = _Gather(k, calls), _Gather(v, calls)
     for call in calls:
         rows = slice(call.q0, call.q1)
         if not call.spans:
             out[:, rows], lse[:, :, rows] = 0.0, -torch.inf
             continue
-        mask, blind = _float_mask(plane.visibility, call, accumulator_dtype(q.dtype))
+        mask, without_keys = _float_mask(head_slice.visibility, call, accumulator_dtype(q.dtype))
         tile = q[:, :, rows], gather_k(call), gather_v(call)
         o, row_lse = _call_forward(problem, tile, call.is_causal, mask)
-        out[:, rows] = _narrow(o.transpose(1, 2), problem.head_dim_v)
-        lse[:, :, rows] = row_lse if blind is None else row_lse.masked_fill(blind, -torch.inf)
+        out[:, rows] = _cut_columns(o.transpose(1, 2), problem.head_dim_v)
+        lse[:, :, rows] = (
+            row_lse if without_keys is None else row_lse.masked_fill(without_keys, -torch.inf)
+        )
 
 
 def _call_forward(
     problem: Problem, qkv: Sequence[Tensor], is_causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, which is -inf for rows whose scores are all -inf."""
+    """out and lse, with -inf for rows that have only scores of -inf."""
     (q, k, v), scale = qkv, _positive_scale(problem)
     out, lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
     if not bool(lse.all()):
-        lse = _mark_empty(lse, q, k, scale, is_causal, mask)
+        lse = _mark_empty_rows(lse, q, k, scale, is_causal, mask)
     return out, lse
 
 
-def _mark_empty(
+def _mark_empty_rows(
     lse: Tensor, q: Tensor, k: Tensor, scale: float, is_causal: bool, mask: Tensor | None
 ) -> Tensor:
-    """lse with -inf in place of the 0 of rows whose visible scores are all -inf. Few rows have 0:
-    the scores of these are computed once more, since a single score of 0 gives it, too.
+    """lse with -inf instead of 0 for rows with only scores of -inf. The scores of all rows with lse
+    = 0 are computed again, because a single score of 0 gives 0, too; few rows have it.
     """
     rows = (lse == 0).any(0).any(0).nonzero().flatten()
     wide = accumulator_dtype(q.dtype)
@@ -144,7 +151,7 @@ def _mark_empty(
 
 
 def _sign(problem: Problem) -> float:
-    """What q is multiplied with, exactly, so that the kernel is given a positive scale."""
+    """The exact factor of q that makes the kernel's scale positive."""
     return float(problem.softmax_scale > 0) - float(problem.softmax_scale < 0)
 
 
@@ -168,23 +175,24 @@ def backward(
     if sign != 1.0:
         operands[0] = operands[0] * sign
     if dlse is not None:
-        # The kernel subtracts rowsum(out * dout) from dP; a column (out: -dlse, dout: 1) makes that
-        # rowsum - dlse.
+        # The kernel subtracts rowsum(out * dout) from dP. One more column (out: -dlse, dout: 1)
+        # turns that into rowsum - dlse.
         operands[3][..., -1] = -dlse.transpose(-1, -2)
         operands[4][..., -1] = 1.0
-    safe_lse = lse.masked_fill(lse == -torch.inf, 0.0)  # such rows are masked throughout: p = 0
+    safe_lse = lse.masked_fill(lse == -torch.inf, 0.0)  # rows without a visible key: p = 0
     if _is_whole(problem, x):
         grads = _call_backward(problem, _heads_first(*operands), safe_lse, problem.causal, None)
         grads = _heads_first(*grads)
     else:
         grads = [torch.zeros(*t.shape[:-1], width, dtype=wide) for t in x[:3]]
-        for plane in planes(problem, x):
-            _backward_plane(problem, plane, operands, safe_lse, grads)
+        for head_slice in head_slices(problem, x):
+            _backward_head_slice(problem, head_slice, operands, safe_lse, grads)
     if sign != 1.0:
         grads[0] = grads[0] * sign
     dims = (problem.head_dim, problem.head_dim, problem.head_dim_v)
     dq, dk, dv = (
-        _narrow(g, d).to(grad_dtype(problem)).contiguous() for g, d in zip(grads, dims, strict=True)
+        _cut_columns(g, d).to(grad_dtype(problem)).contiguous()
+        for g, d in zip(grads, dims, strict=True)
     )
     dsinks = None
     if x.sinks is not None:
@@ -192,13 +200,19 @@ def backward(
     return Grads(dq, dk, dv, None, dsinks)
 
 
-def _backward_plane(
-    problem: Problem, plane: Plane, operands: list[Tensor], lse: Tensor, grads: list[Tensor]
+def _backward_head_slice(
+    problem: Problem,
+    head_slice: HeadSlice,
+    operands: list[Tensor],
+    lse: Tensor,
+    grads: list[Tensor],
 ) -> None:
-    q, out, dout, dq = _heads_first(*map(plane.of_queries, (operands[0], *operands[3:], grads[0])))
-    k, v, dk, dv = _heads_first(*map(plane.of_keys, (*operands[1:3], *grads[1:])))
-    lse = plane.of_rows(lse)
-    calls = _calls(plane.visibility, max(1, q.shape[0] * q.shape[1]))
+    q, out, dout, dq = _heads_first(
+        *map(head_slice.take_queries, (operands[0], *operands[3:], grads[0]))
+    )
+    k, v, dk, dv = _heads_first(*map(head_slice.take_keys, (*operands[1:3], *grads[1:])))
+    lse = head_slice.take_rows(lse)
+    calls = _calls(head_slice.visibility, max(1, q.shape[0] * q.shape[1]))
     gather_k, gather_v = _Gather(k, calls), _Gather(v, calls)
     for call in calls:
         if not call.spans:
@@ -206,7 +220,7 @@ def _backward_plane(
         rows = slice(call.q0, call.q1)
         tile = [q[:, :, rows], gather_k(call), gather_v(call)]
         tile += [out[:, :, rows], dout[:, :, rows]]
-        mask, _ = _float_mask(plane.visibility, call, lse.dtype)
+        mask, _ = _float_mask(head_slice.visibility, call, lse.dtype)
         gq, gk, gv = _call_backward(problem, tile, lse[:, :, rows], call.is_causal, mask)
         dq[:, :, rows] = gq
         _scatter_add(dk, gk, call.spans)
@@ -222,9 +236,9 @@ def _call_backward(
     )
 
 
-def _is_bare(problem: Problem) -> bool:
-    """True if the kernel takes q, k, v as they are and gives what is asked: short calls feel the
-    cost of asking in detail.
+def _is_direct(problem: Problem) -> bool:
+    """True if the kernel takes q, k, v unchanged and returns the requested result: a fast path for
+    short calls, which feel the cost of the detailed checks.
     """
     return (
         problem.head_dim == problem.head_dim_v
@@ -235,7 +249,7 @@ def _is_bare(problem: Problem) -> bool:
 
 
 def _compute_dtype(problem: Problem) -> torch.dtype:
-    """Of the kernel's operands. A sink is folded in afterwards, before the one rounding."""
+    """The dtype of the kernel's operands. A sink is added afterwards, before the one rounding."""
     slow = not machine.has_fast_matmul(problem.dtype)
     if problem.has_sinks or problem.return_lse or slow:
         return accumulator_dtype(problem.dtype)
@@ -243,25 +257,25 @@ def _compute_dtype(problem: Problem) -> torch.dtype:
 
 
 def _is_whole(problem: Problem, x: Tensors) -> bool:
-    """True if one call with no mask serves all: torch's causal mask is the contract's when the
-    lengths agree.
+    """True if one call without a mask computes everything: torch's causal mask equals the
+    contract's if both lengths are equal.
     """
     unbounded = problem.window_size == (None, None) and x.mask is None and not problem.packed
     square = not problem.causal or problem.seqlen_q == problem.seqlen_k
     return unbounded and square and min(problem.batch, problem.seqlen_q, problem.seqlen_k) > 0
 
 
-@lru_cache(maxsize=16)  # the backward pass asks again what the forward asked
-def _calls(rule: Visibility, heads: int) -> tuple[Call, ...]:
-    """Cover the rows with calls: neighbouring blocks share one when that is cheaper than one call
+@lru_cache(maxsize=16)  # the backward needs the same calls as the forward
+def _calls(rule: Visibility, heads: int) -> tuple[FlashCall, ...]:
+    """Cover the rows with calls. Adjacent blocks share one call if that is cheaper than one call
     each.
     """
     if rule.seqlen_q == 0:
         return ()
     native = rule.mask is None and rule.window_size == (None, None) and rule.seqlen_k > 0
     if native and (not rule.causal or rule.seqlen_q == rule.seqlen_k):
-        return (Call(0, rule.seqlen_q, ((0, rule.seqlen_k),), rule.causal),)
-    calls: list[Call] = []
+        return (FlashCall(0, rule.seqlen_q, ((0, rule.seqlen_k),), rule.causal),)
+    calls: list[FlashCall] = []
     for q0 in range(0, rule.seqlen_q, BLOCK):
         block = _spanning(rule, q0, min(q0 + BLOCK, rule.seqlen_q))
         joined = _join(rule, calls[-1], block, heads) if calls else None
@@ -272,8 +286,8 @@ def _calls(rule: Visibility, heads: int) -> tuple[Call, ...]:
     return tuple(calls)
 
 
-def _join(rule: Visibility, above: Call, below: Call, heads: int) -> Call | None:
-    """One call for both, if it is cheaper and no row meets a block that is EMPTY to it."""
+def _join(rule: Visibility, above: FlashCall, below: FlashCall, heads: int) -> FlashCall | None:
+    """One call for both, if it is cheaper and no row would read a block that is EMPTY for it."""
     if rule.mask is not None and above.spans != below.spans:
         return None
     joined = _spanning(rule, above.q0, below.q1)
@@ -281,16 +295,16 @@ def _join(rule: Visibility, above: Call, below: Call, heads: int) -> Call | None
     return joined if cheaper and _cells(joined) <= _MASKED_CELLS else None
 
 
-def _spanning(rule: Visibility, q0: int, q1: int) -> Call:
+def _spanning(rule: Visibility, q0: int, q1: int) -> FlashCall:
     spans = rule.spans(q0, q1)
     if rule.mask is not None:
         spans = [_trim(rule, q0, q1, k0, k1) for k0, k1 in spans]
-    return Call(q0, q1, tuple(spans), False)
+    return FlashCall(q0, q1, tuple(spans), False)
 
 
 def _trim(rule: Visibility, q0: int, q1: int, k0: int, k1: int) -> tuple[int, int]:
-    """A span without the keys at its ends that no row sees: inside a document that begins and ends
-    within blocks, what is left needs no mask.
+    """A span without the keys at its ends that no row sees. The rest of a document that begins and
+    ends inside blocks then needs no mask.
     """
     head = rule.tile(q0, q1, k0, min(k0 + BLOCK, k1), "cpu")
     if head is not None and bool((seen := head.any(0)).any()):
@@ -302,13 +316,13 @@ def _trim(rule: Visibility, q0: int, q1: int, k0: int, k1: int) -> tuple[int, in
     return k0, k1
 
 
-def _cells(call: Call) -> int:
+def _cells(call: FlashCall) -> int:
     return call.rows * call.keys
 
 
-def _cost(call: Call, heads: int) -> float:
-    """Time in cells. The kernel splits its queries by 32 below 192 rows, by 64 below 768, by 256
-    from there, and is measured 1.5x and 1.2x slower per cell on the smaller splits.
+def _cost(call: FlashCall, heads: int) -> float:
+    """Time, in units of cells. The kernel splits its queries by 32 below 192 rows, by 64 below 768,
+    by 256 from there on; it was measured 1.5x and 1.2x slower per cell with the smaller splits.
     """
     if not call.spans:
         return 0.0
@@ -317,14 +331,12 @@ def _cost(call: Call, heads: int) -> float:
 
 
 def _float_mask(
-    rule: Visibility, call: Call, dtype: torch.dtype
+    rule: Visibility, call: FlashCall, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(0 / -inf mask of the call's rectangle, rows that see nothing), None where there are none of
-    either.
-    """
+    """(0 / -inf mask of the call's tile, rows that see no key); None if there is none."""
     if call.is_causal:
         return None, None
-    if rule.mask is None:  # the tiles of a band all look alike but at its ends
+    if rule.mask is None:  # the tiles of a band are equal except at its ends
         ((k0, k1),) = call.spans
         diagonal = call.q0 + rule.seqlen_k - rule.seqlen_q - k0
         like = Visibility(
@@ -346,24 +358,24 @@ def _float_mask(
 def _band_mask(
     rule: Visibility, keys: int, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The mask of `keys` keys from the first on, for all rows of the rule."""
+    """The mask of the first `keys` keys, for all rows of the rule."""
     visible = rule.tile(0, rule.seqlen_q, 0, keys, "cpu")
     return (None, None) if visible is None else _as_float(visible, dtype)
 
 
 def _as_float(visible: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    blind = ~visible.any(1)
+    without_keys = ~visible.any(1)
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
-    return mask, blind if bool(blind.any()) else None
+    return mask, without_keys if bool(without_keys.any()) else None
 
 
 def _operand(t: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """t in the compute dtype, with zero columns up to the width that q, k and v must share."""
+    """t in the compute dtype, padded with zero columns to the width that q, k and v must share."""
     t = t if t.dtype == dtype else t.to(dtype)
     return t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))
 
 
-def _narrow(t: Tensor, width: int) -> Tensor:
+def _cut_columns(t: Tensor, width: int) -> Tensor:
     return t if t.shape[-1] == width else t[..., :width]
 
 
@@ -373,18 +385,19 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 
 
 class _Gather:
-    """k or v of a plane, whose spans are laid side by side: one span is a view, whole blocks are
-    copied at once, always into the same memory (fresh pages cost a third of the copy).
+    """k or v of a head slice, gathered for one call. One span is a view. Several spans are copied
+    next to each other, whole blocks at once, always into the same memory: freshly mapped memory
+    pages would cost a third of the copy.
     """
 
-    def __init__(self, t: Tensor, calls: tuple[Call, ...]):
+    def __init__(self, t: Tensor, calls: tuple[FlashCall, ...]):
         self.t = t
         self.blocks = t[:, :, : t.shape[2] // BLOCK * BLOCK].unflatten(2, (-1, BLOCK))
         keys = max((call.keys for call in calls if len(call.spans) > 1), default=0)
         self.scratch = t.new_empty(t.shape[0] * t.shape[1] * keys * t.shape[3])
 
-    def __call__(self, call: Call) -> Tensor:
-        """Valid until the next call."""
+    def __call__(self, call: FlashCall) -> Tensor:
+        """The keys of the call's spans, valid until the next call."""
         if len(call.spans) == 1:
             ((k0, k1),) = call.spans
             return self.t[:, :, k0:k1]

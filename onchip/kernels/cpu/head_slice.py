@@ -1,8 +1,8 @@
-"""How host-side kernels walk a call: one plane per sequence of a packed call, or per (batch, head)
-that has a mask of its own.
+"""Head slices: the dense parts of a call that the CPU kernels compute one after the other.
 
-Inside a plane one visibility rule governs all rows, so a plane is a plain dense problem over views
-of the call's tensors.
+A packed call has one head slice per sequence. A call with a mask has one per (batch, head) plane of
+the mask, and any other call is one head slice. All rows of a head slice have the same visibility
+rule, so a head slice is a dense problem over views of the call's tensors.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from onchip.masks.visibility import Visibility
 ALL = slice(None)
 
 
-class Plane(NamedTuple):
-    """Where one plane lies in tensors of layout (batch, seqlen, heads, dim), packed ones seen as a
-    batch of one.
+class HeadSlice(NamedTuple):
+    """The index of one head slice in tensors of layout (batch, seqlen, heads, dim). Packed tensors
+    are indexed as a batch of one.
     """
 
     batch: slice
@@ -26,25 +26,24 @@ class Plane(NamedTuple):
     keys: slice
     heads: slice
     kv_heads: slice
-    first_batch: (
-        int  # index of its first sequence and head in the call: dropout and ALiBi depend on them
-    )
+    # Index of its first sequence and head in the call: dropout and ALiBi depend on them.
+    first_batch: int
     first_head: int
     visibility: Visibility
 
-    def of_queries(self, x: Tensor) -> Tensor:
+    def take_queries(self, x: Tensor) -> Tensor:
         """(b, seqlen_q, h, dim) view of q, out, dout or dq."""
         return _dense(x)[self.batch, self.rows, self.heads]
 
-    def of_keys(self, x: Tensor) -> Tensor:
+    def take_keys(self, x: Tensor) -> Tensor:
         """(b, seqlen_k, h_kv, dim) view of k, v, dk or dv."""
         return _dense(x)[self.batch, self.keys, self.kv_heads]
 
-    def of_rows(self, x: Tensor) -> Tensor:
+    def take_rows(self, x: Tensor) -> Tensor:
         """(b, h, seqlen_q) view of lse, delta or a statistic."""
         return (x if x.dim() == 3 else x[None])[self.batch, self.heads, self.rows]
 
-    def of_slopes(self, x: Tensor) -> Tensor:
+    def take_slopes(self, x: Tensor) -> Tensor:
         """(b|1, h, 1, 1) view of alibi_slopes."""
         x = x[None] if x.dim() == 1 else x
         if x.shape[0] > 1:
@@ -52,22 +51,22 @@ class Plane(NamedTuple):
             x = x[self.first_batch : self.first_batch + 1] if packed else x[self.batch]
         return x[:, self.heads, None, None]
 
-    def of_bias(self, x: Tensor) -> Tensor:
+    def take_bias(self, x: Tensor) -> Tensor:
         """(b|1, h|1, seqlen_q|1, seqlen_k) view of bias or dbias."""
         x = x if x.shape[0] == 1 else x[self.batch]
         return x if x.shape[1] == 1 else x[:, self.heads]
 
 
-def planes(problem: Problem, x: Tensors) -> Iterator[Plane]:
+def head_slices(problem: Problem, x: Tensors) -> Iterator[HeadSlice]:
     if problem.packed:
         yield from _sequences(problem, x)
     elif x.mask is None:
-        yield Plane(ALL, ALL, ALL, ALL, ALL, 0, 0, _rule(problem, x, 0, 0))
+        yield HeadSlice(ALL, ALL, ALL, ALL, ALL, 0, 0, _rule(problem, x, 0, 0))
     else:
-        yield from _mask_planes(problem, x)
+        yield from _mask_head_slices(problem, x)
 
 
-def _sequences(problem: Problem, x: Tensors) -> Iterator[Plane]:
+def _sequences(problem: Problem, x: Tensors) -> Iterator[HeadSlice]:
     offsets_q, offsets_k = x.cu_seqlens_q.tolist(), x.cu_seqlens_k.tolist()
     for b in range(problem.batch):
         rows = slice(offsets_q[b], offsets_q[b + 1])
@@ -81,20 +80,20 @@ def _sequences(problem: Problem, x: Tensors) -> Iterator[Plane]:
             0,
             0,
         )
-        yield Plane(ALL, rows, keys, ALL, ALL, b, 0, rule)
+        yield HeadSlice(ALL, rows, keys, ALL, ALL, b, 0, rule)
 
 
-def _mask_planes(problem: Problem, x: Tensors) -> Iterator[Plane]:
+def _mask_head_slices(problem: Problem, x: Tensors) -> Iterator[HeadSlice]:
     mask_batch, mask_heads = x.mask.shape[:2]
     for b in range(mask_batch):
         batch = ALL if mask_batch == 1 else slice(b, b + 1)
         for h in range(mask_heads):
             rule = _rule(problem, x, b, h)
             if mask_heads == 1:
-                yield Plane(batch, ALL, ALL, ALL, ALL, b, 0, rule)
+                yield HeadSlice(batch, ALL, ALL, ALL, ALL, b, 0, rule)
             else:
                 kv = h // problem.group_size
-                yield Plane(batch, ALL, ALL, slice(h, h + 1), slice(kv, kv + 1), b, h, rule)
+                yield HeadSlice(batch, ALL, ALL, slice(h, h + 1), slice(kv, kv + 1), b, h, rule)
 
 
 def _rule(problem: Problem, x: Tensors, b: int, h: int) -> Visibility:

@@ -1,9 +1,9 @@
-"""Few queries of many sequences over pages, on the CPU: what decoding asks. A loop over sequences
-would spend its time between the products, so sequences of similar lengths share them.
+"""Decoding on the CPU: few queries of many sequences over pages. Sequences of similar lengths are
+computed together, because a loop over sequences would spend its time between the products.
 
-A group of sequences is padded to its longest. Keys and values are copied out of the pages tile by
+A bucket of sequences is padded to its longest. Keys and values are copied out of the pages tile by
 tile, a tile at most as large as a cache, and each tile is folded into the state of its rows.
-Padding repeats the last key of its sequence, which is masked: no slot is read that holds nothing.
+Padding repeats the last key of its sequence and is masked: no unwritten slot is read.
 """
 
 from collections.abc import Iterator
@@ -19,15 +19,15 @@ from onchip.core.state import State, add_sink, finalize, lift, merge
 from onchip.quant.kv8 import dequantise
 
 MAX_SEQLEN_Q = 8
-# Elements of the keys that are copied out at a time, 4 MB in fp32: half of it took as long, twice
-# or an eighth of it a third longer (Xeon with 2 MB of L2 a core, 2026-11-15).
+# Elements of the keys that are copied at a time, 4 MB in fp32. Half of it took as long; twice or an
+# eighth of it took a third longer (Xeon with 2 MB of L2 a core, 2026-11-15).
 _TILE = 1 << 20
-_GROUP_COST = 1 << 17  # a group costs 150 us beyond its keys: as many elements of them
+_BUCKET_COST = 1 << 17  # a bucket costs 150 us besides its keys: as much as so many elements
 
 
-class Group(NamedTuple):
-    """Sequences that are computed together: which of the batch, int64 (n,); the first key that any
-    of their queries sees and the number of their keys, int64 (n, 1).
+class SequenceBucket(NamedTuple):
+    """Sequences that are computed together: their batch indices, int64 (n,); the first key that any
+    of their queries sees, and their number of keys, int64 (n, 1).
     """
 
     at: Tensor
@@ -36,7 +36,7 @@ class Group(NamedTuple):
     longest: int  # keys from the first on
 
     @classmethod
-    def of(cls, seqlens: Tensor, first: Tensor, at: Tensor, longest: int) -> "Group":
+    def of(cls, seqlens: Tensor, first: Tensor, at: Tensor, longest: int) -> "SequenceBucket":
         pick = lambda t: t.index_select(0, at)[:, None]
         return cls(at, pick(first), pick(seqlens), longest)
 
@@ -45,14 +45,14 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     if device.type != "cpu":
         return f"runs on the CPU only, not on {device.type}"
     if not problem.page_size:
-        return "serves keys that lie in pages"
+        return "serves paged keys only"
     if problem.packed or problem.seqlen_q > MAX_SEQLEN_Q:
         return f"serves the same number of queries for all sequences, at most {MAX_SEQLEN_Q}"
     options = {
         "mask": problem.has_mask,
         "bias": problem.has_bias,
         "dropout": problem.dropout_p,
-        "deterministic (the bits of a sequence depend on its group)": problem.deterministic,
+        "deterministic (the bits of a sequence depend on its bucket)": problem.deterministic,
         "tree_mask": problem.has_tree_mask,
         "return_stats": problem.return_stats,
     }
@@ -61,20 +61,20 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 def forward(problem: Problem, x: Tensors) -> Result:
     out, lse = empty_result(problem, x)
-    for group in _groups(problem, x):
-        state = _fold(problem, x, group)
+    for bucket in _buckets(problem, x):
+        state = _fold(problem, x, bucket)
         if x.sinks is not None:
             state = add_sink(state, x.sinks.to(lse.dtype)[:, None])
         rows, row_lse = finalize(state)
-        out.index_copy_(0, group.at, rows.transpose(1, 2).to(out.dtype))
-        lse.index_copy_(0, group.at, row_lse)
+        out.index_copy_(0, bucket.at, rows.transpose(1, 2).to(out.dtype))
+        lse.index_copy_(0, bucket.at, row_lse)
     return Result(out, lse)
 
 
-def _groups(problem: Problem, x: Tensors) -> Iterator[Group]:
-    """From the longest sequences to the shortest. A group ends where it would be more padding than
-    keys and another group is cheaper, or where it fills a tile. Those without keys are apart:
-    nothing could pad them.
+def _buckets(problem: Problem, x: Tensors) -> Iterator[SequenceBucket]:
+    """Buckets, from the longest sequences to the shortest. A bucket ends when it would be more
+    padding than keys and another bucket is cheaper, or when it fills a tile. Sequences without keys
+    have a bucket of their own: no key could pad them.
     """
     seqlens = cast(Tensor, x.cache_seqlens).long()
     first = _first(problem, seqlens)
@@ -85,13 +85,13 @@ def _groups(problem: Problem, x: Tensors) -> Iterator[Group]:
     for i, count in enumerate(keys):
         longest = keys[start]
         used, padded = used + count, padded + longest - count
-        sparse = padded > max(used - count, _GROUP_COST // width)
+        sparse = padded > max(used - count, _BUCKET_COST // width)
         full = (i + 1 - start) * longest * width > _TILE
         if i > start and (sparse or full or (longest and not count)):
-            yield Group.of(seqlens, first, at[start:i], longest)
+            yield SequenceBucket.of(seqlens, first, at[start:i], longest)
             start, used, padded = i, count, 0
     if keys:
-        yield Group.of(seqlens, first, at[start:], keys[start])
+        yield SequenceBucket.of(seqlens, first, at[start:], keys[start])
 
 
 def _first(problem: Problem, seqlens: Tensor) -> Tensor:
@@ -101,40 +101,40 @@ def _first(problem: Problem, seqlens: Tensor) -> Tensor:
     return (seqlens - problem.seqlen_q - left).clamp_(min=0)
 
 
-def _fold(problem: Problem, x: Tensors, group: Group) -> State:
+def _fold(problem: Problem, x: Tensors, bucket: SequenceBucket) -> State:
     """m, l (n, heads, seqlen_q), acc (n, heads, seqlen_q, head_dim_v) over all keys."""
-    n, wide = len(group.at), accumulator_dtype(problem.dtype)
+    n, wide = len(bucket.at), accumulator_dtype(problem.dtype)
     rows = problem.num_kv_heads, problem.group_size * problem.seqlen_q
-    q = x.q.index_select(0, group.at).transpose(1, 2).to(wide) * problem.softmax_scale
+    q = x.q.index_select(0, bucket.at).transpose(1, 2).to(wide) * problem.softmax_scale
     q = q.reshape(n, *rows, problem.head_dim)
     tile_n = max(1, _TILE // (n * problem.num_kv_heads * problem.head_dim))
     states = []
-    for start in range(0, max(1, group.longest), tile_n):
-        keys = group.first + torch.arange(start, min(start + tile_n, group.longest))
-        k, v = _gathered(x, _slots(x, group, keys), wide)
-        s = _scores(problem, x, group, keys, q @ k.transpose(-1, -2))
+    for start in range(0, max(1, bucket.longest), tile_n):
+        keys = bucket.first + torch.arange(start, min(start + tile_n, bucket.longest))
+        k, v = _gather(x, _slots(x, bucket, keys), wide)
+        s = _scores(problem, x, bucket, keys, q @ k.transpose(-1, -2))
         states.append(lift(s.view(n, *rows, keys.shape[1]), v))
     m, l, acc = reduce(merge, states)
     shape = n, problem.num_heads, problem.seqlen_q
     return State(m.view(shape), l.view(shape), acc.view(*shape, problem.head_dim_v))
 
 
-def _slots(x: Tensors, group: Group, keys: Tensor) -> Tensor:
-    """Where the keys (n, tile_n) of a group lie; those past the end are the last again."""
+def _slots(x: Tensors, bucket: SequenceBucket, keys: Tensor) -> Tensor:
+    """The slots of the keys (n, tile_n) of a bucket; keys past the end repeat the last one."""
     page_size = x.k.shape[1]
-    keys = torch.minimum(keys, group.seqlen_k - 1)
-    pages = x.page_table.index_select(0, group.at).gather(1, keys // page_size)
+    keys = torch.minimum(keys, bucket.seqlen_k - 1)
+    pages = x.page_table.index_select(0, bucket.at).gather(1, keys // page_size)
     return pages.long() * page_size + keys % page_size
 
 
-def _gathered(x: Tensors, slots: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+def _gather(x: Tensors, slots: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """k and v of the slots (n, tile_n) in a wider dtype: (n, num_kv_heads, tile_n, dim)."""
     page_size, num_kv_heads = x.k.shape[1:3]
     at = slots // page_size, slots % page_size
     if x.k.is_contiguous() and x.v.is_contiguous():
         rows = slots[:, None] * num_kv_heads + torch.arange(num_kv_heads)[:, None]
-        k, v = _selected(x.k, rows), _selected(x.v, rows)
-    else:  # a row for each head would be a copy
+        k, v = _select_rows(x.k, rows), _select_rows(x.v, rows)
+    else:  # viewing pages as rows of one head would copy them
         k, v = x.k[at].transpose(1, 2), x.v[at].transpose(1, 2)
     if x.k_scales is None or x.v_scales is None:
         return k.to(wide), v.to(wide)
@@ -143,38 +143,41 @@ def _gathered(x: Tensors, slots: Tensor, wide: torch.dtype) -> tuple[Tensor, Ten
     return k, v
 
 
-def _selected(pages: Tensor, rows: Tensor) -> Tensor:
+def _select_rows(pages: Tensor, rows: Tensor) -> Tensor:
     dim = pages.shape[-1]
     return pages.view(-1, dim).index_select(0, rows.view(-1)).view(*rows.shape, dim)
 
 
-def _scores(problem: Problem, x: Tensors, group: Group, keys: Tensor, s: Tensor) -> Tensor:
-    """The score of the contract, (n, heads, seqlen_q, tile_n), in the memory of s: softmax_scale *
-    q.k of the same elements.
+def _scores(
+    problem: Problem, x: Tensors, bucket: SequenceBucket, keys: Tensor, s: Tensor
+) -> Tensor:
+    """The score of the contract, (n, heads, seqlen_q, tile_n), computed in place of s:
+    softmax_scale * q.k of the same shape.
     """
     s = s.view(len(s), problem.num_heads, problem.seqlen_q, keys.shape[1])
     if problem.softcap:
         s = s.div_(problem.softcap).tanh_().mul_(problem.softcap)
     if x.alibi_slopes is not None:
-        slopes = x.alibi_slopes if x.alibi_slopes.dim() == 1 else x.alibi_slopes[group.at]
-        s -= slopes.to(s.dtype)[..., None, None] * _ahead(problem, group, keys).abs()
-    return s.masked_fill_(_hidden(problem, group, keys), -torch.inf)
+        slopes = x.alibi_slopes if x.alibi_slopes.dim() == 1 else x.alibi_slopes[bucket.at]
+        s -= slopes.to(s.dtype)[..., None, None] * _ahead(problem, bucket, keys).abs()
+    return s.masked_fill_(_hidden_keys(problem, bucket, keys), -torch.inf)
 
 
-def _ahead(problem: Problem, group: Group, keys: Tensor) -> Tensor:
-    """How far a key lies after a query, (n, 1, seqlen_q, tile_n)."""
-    position = torch.arange(problem.seqlen_q) + (group.seqlen_k - problem.seqlen_q)
+def _ahead(problem: Problem, bucket: SequenceBucket, keys: Tensor) -> Tensor:
+    """The distance of a key after a query, (n, 1, seqlen_q, tile_n)."""
+    position = torch.arange(problem.seqlen_q) + (bucket.seqlen_k - problem.seqlen_q)
     return keys[:, None, None] - position[:, None, :, None]
 
 
-def _hidden(problem: Problem, group: Group, keys: Tensor) -> Tensor:
-    """What the end, causal and window take away, (n, 1, seqlen_q | 1, tile_n). A single query
-    stands on the last key, and the first key of a sequence here is the first that it sees.
+def _hidden_keys(problem: Problem, bucket: SequenceBucket, keys: Tensor) -> Tensor:
+    """Keys hidden by the end of the sequence, causal and window, (n, 1, seqlen_q | 1, tile_n). A
+    single query has the position of the last key, and a bucket starts at the first key that it
+    sees.
     """
-    hidden = (keys >= group.seqlen_k)[:, None, None]
+    hidden = (keys >= bucket.seqlen_k)[:, None, None]
     if problem.seqlen_q == 1:
         return hidden
-    ahead, (left, right) = _ahead(problem, group, keys), problem.window
+    ahead, (left, right) = _ahead(problem, bucket, keys), problem.window
     hidden = hidden if right is None else hidden | (ahead > right)
     return hidden if left is None else hidden | (ahead < -left)
 

@@ -1,8 +1,8 @@
-"""Dropout that depends on positions alone: Philox-4x32-10, so that every kernel, tile size and rank
-draws the same mask.
+"""Dropout by Philox-4x32-10. The mask depends only on positions, so that every kernel, tile size
+and rank draws the same mask.
 
-key = the 64-bit seed; counter = (k // 4, q, head, batch); lane k % 4 belongs to key k; kept iff u32
-< round((1 - p) 2^32).
+key = the 64-bit seed; counter = (k // 4, q, head, batch); lane k % 4 belongs to key k. A
+probability is kept iff its u32 < round((1 - p) 2^32).
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ _U32 = 0xFFFFFFFF
 
 
 class Corner(NamedTuple):
-    """Where a tile of probabilities lies: batch and head of its first plane, position of its first
+    """The first element of a tile of probabilities: batch, head, and the positions of its first
     query and key.
     """
 
@@ -33,14 +33,14 @@ def keep(
     batch, heads, rows, keys = shape
     first, skew = divmod(corner.k, 4)
     quads = (skew + keys + 3) // 4
-    words = draw(
+    u32s = draw(
         seed,
         _axis(first, quads, 3, seed.device),
         _axis(corner.q, rows, 2, seed.device),
         _axis(corner.head, heads, 1, seed.device),
         _axis(corner.batch, batch, 0, seed.device),
     )
-    lanes = torch.stack(words, -1).flatten(-2)[..., skew : skew + keys]
+    lanes = torch.stack(u32s, -1).flatten(-2)[..., skew : skew + keys]
     return lanes < round((1.0 - dropout_p) * 2**32)
 
 
@@ -51,26 +51,26 @@ def keep_at(
     places: tuple[Tensor, Tensor],
     dropout_p: float,
 ) -> Tensor:
-    """The same for queries and keys that stand anywhere: places are rows and keys of
-    Tensors.positions_q and positions_k; only batch and head of the corner count.
+    """The same for queries and keys at given positions: `places` are the tile's rows of
+    Tensors.positions_q and its keys of positions_k. Of the corner only batch and head are used.
     """
     batch, heads, rows, keys = shape
     (q, sequence), k = places[0].long(), places[1].long()
-    words = draw(
+    u32s = draw(
         seed,
         k.view(1, 1, 1, keys) // 4,
         q.view(1, 1, rows, 1),
         _axis(corner.head, heads, 1, seed.device),
         _axis(corner.batch, batch, 0, seed.device) + sequence.view(1, 1, rows, 1),
     )
-    lane, found = k % 4, torch.empty(shape, dtype=torch.int64, device=seed.device)
-    for i, word in enumerate(words):
-        found = torch.where(lane == i, word, found)
-    return found < round((1.0 - dropout_p) * 2**32)
+    lane, u32 = k % 4, torch.empty(shape, dtype=torch.int64, device=seed.device)
+    for i, of_lane in enumerate(u32s):
+        u32 = torch.where(lane == i, of_lane, u32)
+    return u32 < round((1.0 - dropout_p) * 2**32)
 
 
 def draw(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, ...]:
-    """Four u32 words (in int64) per broadcast counter."""
+    """Four u32 (in int64) per broadcast counter."""
     k0, k1 = seed & _U32, (seed >> 32) & _U32
     for _ in range(10):
         hi0, lo0 = _multiply(c0, _ROUND_A)
@@ -81,7 +81,7 @@ def draw(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[
 
 
 def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    product = x * factor  # wraps mod 2^64, which leaves both 32-bit halves right
+    product = x * factor  # wraps mod 2^64, which leaves both 32-bit halves correct
     return (product >> 32) & _U32, product & _U32
 
 

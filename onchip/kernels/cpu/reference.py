@@ -1,6 +1,7 @@
-"""Standard attention, unfused: the whole score matrix in memory. The specification in executable
-form, and the slowest kernel. It reads every key, so a NaN in an EMPTY block of a mask reaches it.
-Where operands are to be narrow, the specification is the reference of their recipe.
+"""Standard attention, unfused: the whole score matrix in memory. This is the executable
+specification, and the slowest kernel. It reads every key, so a NaN in an EMPTY block of a mask
+reaches the result. With precision="fp8" and the other low precisions it runs the reference of the
+recipe (quant/recipes.py).
 """
 
 import torch
@@ -17,9 +18,9 @@ from onchip.core.backend import (
     make_backend,
     row_delta,
 )
-from onchip.core.problem import NARROW, DeviceInfo, Problem, Tensors
-from onchip.kernels.cpu.head_slice import Plane, planes
-from onchip.kernels.cpu.scores import Rectangle, Scorer, grouped_matmul
+from onchip.core.problem import LOW_PRECISIONS, DeviceInfo, Problem, Tensors
+from onchip.kernels.cpu.head_slice import HeadSlice, head_slices
+from onchip.kernels.cpu.scores import Scorer, TileBounds, grouped_matmul
 from onchip.quant import recipes
 
 
@@ -31,7 +32,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 def _supports_recipe(problem: Problem, device: DeviceInfo) -> str | None:
     if device.type != "cpu":
-        return f"executes the recipe of precision={problem.precision!r} on the CPU alone"
+        return f"executes the recipe of precision={problem.precision!r} only on the CPU"
     options = {
         "mask": problem.has_mask,
         "pages": problem.page_size,
@@ -51,13 +52,13 @@ def forward(problem: Problem, x: Tensors) -> Result:
         return _forward_recipe(problem, x)
     out, lse = empty_result(problem, x)
     stats = Stats(torch.empty_like(lse), torch.empty_like(lse)) if problem.return_stats else None
-    for plane in planes(problem, x):
-        row = _attend(problem, x, plane)
-        plane.of_queries(out).copy_(row[0].transpose(1, 2))
-        plane.of_rows(lse).copy_(row[1])
+    for head_slice in head_slices(problem, x):
+        row = _attend(problem, x, head_slice)
+        head_slice.take_queries(out).copy_(row[0].transpose(1, 2))
+        head_slice.take_rows(lse).copy_(row[1])
         if stats is not None:
-            plane.of_rows(stats.max_logit).copy_(row[2])
-            plane.of_rows(stats.entropy).copy_(row[3])
+            head_slice.take_rows(stats.max_logit).copy_(row[2])
+            head_slice.take_rows(stats.entropy).copy_(row[3])
     return Result(out, lse, stats)
 
 
@@ -79,8 +80,9 @@ def _forward_recipe(problem: Problem, x: Tensors) -> Result:
 def backward(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
-    """By autograd through the formula itself. The rows may have seen more keys than are here: with
-    w = exp(lse here - lse), these give w * o to out, and w * (o . dout - delta) reaches their lse.
+    """By autograd through the formula itself. out and lse may cover more keys than this call has:
+    with w = exp(lse of these keys - lse), these keys contribute w * o to out, and the gradient of
+    their lse is w * (o . dout - delta).
     """
     wide, delta = accumulator_dtype(problem.dtype), row_delta(out, dout, dlse)
     names = [n for n in ("q", "k", "v", "bias", "sinks") if getattr(x, n) is not None]
@@ -88,13 +90,13 @@ def backward(
     with torch.enable_grad():
         y = x._replace(**leaves)
         loss = torch.zeros((), dtype=wide, device=x.q.device)
-        for plane in planes(problem, y):
-            o, row_lse = _attend(problem, y, plane)[:2]
-            seen = row_lse > -torch.inf
-            row_lse = row_lse.where(seen, 0.0)
-            w = torch.exp(row_lse.detach() - plane.of_rows(lse)).where(seen, 0.0)
-            row_dout = plane.of_queries(dout).transpose(1, 2).to(wide)
-            row_dlse = w * ((o.detach() * row_dout).sum(-1) - plane.of_rows(delta))
+        for head_slice in head_slices(problem, y):
+            o, row_lse = _attend(problem, y, head_slice)[:2]
+            has_keys = row_lse > -torch.inf
+            row_lse = row_lse.where(has_keys, 0.0)
+            w = torch.exp(row_lse.detach() - head_slice.take_rows(lse)).where(has_keys, 0.0)
+            row_dout = head_slice.take_queries(dout).transpose(1, 2).to(wide)
+            row_dlse = w * ((o.detach() * row_dout).sum(-1) - head_slice.take_rows(delta))
             loss = loss + (o * w[..., None] * row_dout).sum() + (row_lse * row_dlse).sum()
         grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
     g = dict(zip(names, grads, strict=True))
@@ -103,40 +105,44 @@ def backward(
 
 
 def probabilities(problem: Problem, x: Tensors, lse: Tensor, rows: list[int]) -> Tensor:
-    """exp(s - lse) of the chosen rows, (batch, heads, len(rows), seqlen_k), one row of scores at a
-    time.
+    """exp(s - lse) of the chosen rows, (batch, heads, len(rows), seqlen_k). Only one row of scores
+    is in memory at a time.
     """
     wide = accumulator_dtype(problem.dtype)
     out = x.q.new_empty(problem.batch, problem.num_heads, len(rows), problem.seqlen_k, dtype=wide)
-    for plane in planes(problem, x):
-        q = plane.of_queries(x.q).transpose(1, 2).to(wide)
-        k = plane.of_keys(x.k).transpose(1, 2).to(wide)
-        pivot = plane.of_rows(lse.masked_fill(lse == -torch.inf, 0.0))
+    for head_slice in head_slices(problem, x):
+        q = head_slice.take_queries(x.q).transpose(1, 2).to(wide)
+        k = head_slice.take_keys(x.k).transpose(1, 2).to(wide)
+        pivot = head_slice.take_rows(lse.masked_fill(lse == -torch.inf, 0.0))
         for i, row in enumerate(rows):
-            at = Rectangle(row, row + 1, 0, problem.seqlen_k)
-            s, _ = Scorer(problem, x, plane).scores(q[:, :, row : row + 1], k, at)
-            out[plane.batch, plane.heads, i] = torch.exp(s - pivot[:, :, row, None, None])[:, :, 0]
+            at = TileBounds(row, row + 1, 0, problem.seqlen_k)
+            s, _ = Scorer(problem, x, head_slice).scores(q[:, :, row : row + 1], k, at)
+            out[head_slice.batch, head_slice.heads, i] = torch.exp(
+                s - pivot[:, :, row, None, None]
+            )[:, :, 0]
     return out
 
 
-def _attend(problem: Problem, x: Tensors, plane: Plane) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out (b, h, m, d), lse, max_logit, entropy) of one plane in accumulator precision."""
+def _attend(
+    problem: Problem, x: Tensors, head_slice: HeadSlice
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out (b, h, m, d), lse, max_logit, entropy) of one head slice in accumulator precision."""
     wide = accumulator_dtype(problem.dtype)
-    q = plane.of_queries(x.q).transpose(1, 2).to(wide)
-    k, v = (plane.of_keys(t).transpose(1, 2).to(wide) for t in (x.k, x.v))
-    at = Rectangle(0, q.shape[2], 0, k.shape[2])
-    scorer = Scorer(problem, x, plane)
+    q = head_slice.take_queries(x.q).transpose(1, 2).to(wide)
+    k, v = (head_slice.take_keys(t).transpose(1, 2).to(wide) for t in (x.k, x.v))
+    at = TileBounds(0, q.shape[2], 0, k.shape[2])
+    scorer = Scorer(problem, x, head_slice)
     s, _ = scorer.scores(q, k, at)
-    logits = s if x.sinks is None else _append_sink(s, plane, x.sinks)
+    logits = s if x.sinks is None else _append_sink(s, head_slice, x.sinks)
     p, lse = _softmax(logits)
     max_logit = s.detach().amax(-1) if s.shape[-1] else torch.full_like(lse, -torch.inf)
-    out = grouped_matmul(scorer.dropped(p[..., : at.k1], at), v)
+    out = grouped_matmul(scorer.apply_dropout(p[..., : at.k1], at), v)
     return out, lse, max_logit, torch.special.entr(p.detach()).sum(-1)
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(p, lse), 0 and -inf for a row without logits, or whose logits are all -inf. The maximum is
-    subtracted before lse is taken: lse - m is lost in the rounding of a large lse.
+    """(p, lse): 0 and -inf for a row without logits or with only -inf. p is computed from logits -
+    max, not from logits - lse: lse - m would be lost in the rounding of a large lse.
     """
     if not logits.shape[-1]:
         return logits, logits.new_full(logits.shape[:-1], -torch.inf)
@@ -148,9 +154,9 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     return p / l, (pivot + torch.log(l)).masked_fill(empty, -torch.inf).squeeze(-1)
 
 
-def _append_sink(s: Tensor, plane: Plane, sinks: Tensor) -> Tensor:
-    sink = sinks.to(s.dtype)[plane.heads].view(1, -1, 1, 1)
+def _append_sink(s: Tensor, head_slice: HeadSlice, sinks: Tensor) -> Tensor:
+    sink = sinks.to(s.dtype)[head_slice.heads].view(1, -1, 1, 1)
     return torch.cat([s, sink.expand(s.shape[0], -1, s.shape[2], 1)], -1)
 
 
-backend = make_backend(supports, forward, backward, precisions=(None, *NARROW))
+backend = make_backend(supports, forward, backward, precisions=(None, *LOW_PRECISIONS))

@@ -1,4 +1,4 @@
-"""The score of the contract, for one rectangle of one plane: scale, softcap, ALiBi, bias, then
+"""The score of the contract for one tile of one head slice: scale, softcap, ALiBi, bias, then
 masking, in that order.
 """
 
@@ -9,10 +9,12 @@ from torch import Tensor
 
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.cpu import philox
-from onchip.kernels.cpu.head_slice import Plane
+from onchip.kernels.cpu.head_slice import HeadSlice
 
 
-class Rectangle(NamedTuple):
+class TileBounds(NamedTuple):
+    """Queries [q0, q1) and keys [k0, k1) of a head slice."""
+
     q0: int
     q1: int
     k0: int
@@ -20,73 +22,81 @@ class Rectangle(NamedTuple):
 
 
 class Scorer(NamedTuple):
-    """Scores, dropout and their gradients for rectangles of one plane; tensors are (batch, heads,
+    """Scores, dropout and their gradients for tiles of one head slice; tensors are (batch, heads,
     rows, keys).
     """
 
     problem: Problem
     x: Tensors
-    plane: Plane
+    head_slice: HeadSlice
 
-    def scores(self, q: Tensor, k: Tensor, at: Rectangle) -> tuple[Tensor, Tensor | None]:
-        """s with -inf where masked, and ds / d(softmax_scale * q.k) if softcap bends it, for q (b,
-        h, m, d), k (b, h_kv, n, d).
+    def scores(self, q: Tensor, k: Tensor, at: TileBounds) -> tuple[Tensor, Tensor | None]:
+        """s with -inf where masked, and with softcap its derivative ds / d(softmax_scale * q.k),
+        for q (b, h, m, d), k (b, h_kv, n, d).
         """
         s = grouped_matmul(q, k.transpose(-1, -2)) * self.problem.softmax_scale
-        bend = None
-        if self.problem.softcap:
-            t = torch.tanh(s / self.problem.softcap)
-            s, bend = self.problem.softcap * t, 1.0 - t * t
+        s, softcap_grad = self.apply_softcap(s)
         if self.x.alibi_slopes is not None:
-            s = s - self.plane.of_slopes(self.x.alibi_slopes).to(s.dtype) * self._distance(at, s)
+            s = s - self.head_slice.take_slopes(self.x.alibi_slopes).to(s.dtype) * self._distance(
+                at, s
+            )
         if self.x.bias is not None:
             s = s + self._bias_tile(self.x.bias, at).to(s.dtype)
-        visible = self.plane.visibility.tile(*at, s.device)
-        return s if visible is None else s.masked_fill(~visible, -torch.inf), bend
+        visible = self.head_slice.visibility.tile(*at, s.device)
+        return s if visible is None else s.masked_fill(~visible, -torch.inf), softcap_grad
 
-    def dropped(self, p: Tensor, at: Rectangle) -> Tensor:
+    def apply_softcap(self, s: Tensor) -> tuple[Tensor, Tensor | None]:
+        """softcap * tanh(s / softcap) and its derivative; (s, None) without softcap."""
+        if not self.problem.softcap:
+            return s, None
+        t = torch.tanh(s / self.problem.softcap)
+        return self.problem.softcap * t, 1.0 - t * t
+
+    def apply_dropout(self, p: Tensor, at: TileBounds) -> Tensor:
         """p with dropout applied: zero or p / (1 - dropout_p)."""
         if not self.problem.dropout_p:
             return p
-        first = self.plane.first_batch, self.plane.first_head + self.problem.first_head
+        first = self.head_slice.first_batch, self.head_slice.first_head + self.problem.first_head
         corner, seed = philox.Corner(*first, at.q0, at.k0), self.x.dropout_seed
         if self.x.positions_q is None:
-            kept = philox.keep(seed, p.shape, corner, self.problem.dropout_p)
+            keep = philox.keep(seed, p.shape, corner, self.problem.dropout_p)
         else:
-            kept = philox.keep_at(seed, p.shape, corner, self._places(at), self.problem.dropout_p)
-        return p * kept / (1.0 - self.problem.dropout_p)
+            keep = philox.keep_at(seed, p.shape, corner, self._places(at), self.problem.dropout_p)
+        return p * keep / (1.0 - self.problem.dropout_p)
 
-    def add_bias_gradient(self, dbias: Tensor, ds: Tensor, at: Rectangle) -> None:
-        """Accumulate ds into its tile of dbias, summed over the dimensions that bias broadcast."""
+    def add_bias_gradient(self, dbias: Tensor, ds: Tensor, at: TileBounds) -> None:
+        """Add ds to its tile of dbias, summed over the dimensions in which bias broadcasts."""
         tile = self._bias_tile(dbias, at)
         for dim in range(3):
             if tile.shape[dim] == 1:
                 ds = ds.sum(dim, keepdim=True)
         tile += ds
 
-    def _bias_tile(self, bias: Tensor, at: Rectangle) -> Tensor:
-        bias = self.plane.of_bias(bias)
+    def _bias_tile(self, bias: Tensor, at: TileBounds) -> Tensor:
+        bias = self.head_slice.take_bias(bias)
         bias = bias if bias.shape[2] == 1 else bias[:, :, at.q0 : at.q1]
         return bias[..., at.k0 : at.k1]
 
-    def _places(self, at: Rectangle) -> tuple[Tensor, Tensor]:
+    def _places(self, at: TileBounds) -> tuple[Tensor, Tensor]:
         q, k = cast(Tensor, self.x.positions_q), cast(Tensor, self.x.positions_k)
         return q[:, at.q0 : at.q1], k[at.k0 : at.k1]
 
-    def _distance(self, at: Rectangle, like: Tensor) -> Tensor:
-        """|i + seqlen_k - seqlen_q - j| as (rows, keys), or what the places say."""
+    def _distance(self, at: TileBounds, like: Tensor) -> Tensor:
+        """|i + seqlen_k - seqlen_q - j| as (rows, keys), or |positions_q - positions_k| if
+        given.
+        """
         if self.x.positions_q is not None:
             (i, _), j = self._places(at)
             return (i[:, None] - j).abs().to(like.dtype)
-        rule = self.plane.visibility
+        rule = self.head_slice.visibility
         i = torch.arange(at.q0, at.q1, device=like.device) + (rule.seqlen_k - rule.seqlen_q)
         j = torch.arange(at.k0, at.k1, device=like.device)
         return (i[:, None] - j).abs().to(like.dtype)
 
 
 def grouped_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a (batch, heads, m, x) @ b (batch, kv_heads, x, n): the query heads of a group share b, as
-    more rows of one product.
+    """a (batch, heads, m, x) @ b (batch, kv_heads, x, n). The query heads of a group share b: they
+    are stacked as rows of one product.
     """
     batch, heads, m, inner = a.shape
     rows = a.reshape(batch, b.shape[1], heads // b.shape[1] * m, inner)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from onchip.core.backend import AccumulateFn, Backend, KeySplits, MergeFn, lacks
-from onchip.core.problem import NARROW, DeviceInfo, Problem, Tensors
+from onchip.core.problem import LOW_PRECISIONS, DeviceInfo, Problem, Tensors
 from onchip.cost.hardware import Hardware, planned_for
 from onchip.kernels.runtime.launcher import on_device
 from onchip.kernels.tiles import (
@@ -20,8 +20,8 @@ from onchip.kernels.tiles import (
     FEW_KEYS,
     HOPPER_DECODE_BATCH,
     HOPPER_DECODE_ROWS,
-    HOPPER_EIGHT_KEYS,
     HOPPER_FEW,
+    HOPPER_FP8_KEYS,
     HOPPER_PAGE_SIZES,
     HOPPER_PAGED_ROWS,
     HOPPER_TILE_ROWS,
@@ -29,7 +29,7 @@ from onchip.kernels.tiles import (
 
 
 class HopperBackend(Backend):
-    precisions = (None, *NARROW)
+    precisions = (None, *LOW_PRECISIONS)
     reads_pages = True
 
     def supports(self, problem: Problem, device: DeviceInfo) -> str | None:
@@ -97,7 +97,7 @@ class HopperBackend(Backend):
         keys = problem.seqlen_k - (problem.seqlen_q // 2 if problem.causal else 0)
         left, _ = problem.window_size
         seen = keys if left is None else min(keys, left)
-        return "fp8" if seen >= HOPPER_EIGHT_KEYS else None
+        return "fp8" if seen >= HOPPER_FP8_KEYS else None
 
     def get_merge_fn(self, problem: Problem, x: Tensors) -> MergeFn | None:
         """Up to head_dim 128: the accumulator and the state that it is merged into must both fit

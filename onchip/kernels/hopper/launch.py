@@ -31,7 +31,7 @@ from onchip.kernels.hopper.tensors import (
     with_contiguous_rows,
 )
 from onchip.kernels.runtime.counters import counter
-from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.runtime.launcher import CachedLauncher
 from onchip.kernels.strips import MaskStrips, strips_of
 from onchip.kernels.tiles import (
     HOPPER_FORWARD_SHORT,
@@ -44,7 +44,7 @@ from onchip.kernels.tiles import (
 )
 from onchip.masks.blockmask import BlockMask
 
-_forward_kernel = Handle(forward_kernel)
+_forward_kernel = CachedLauncher(forward_kernel)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:

@@ -19,12 +19,12 @@ from onchip.kernels.hopper.tensors import (
     tile_constants,
 )
 from onchip.kernels.runtime.counters import counter
-from onchip.kernels.runtime.launcher import Handle
-from onchip.kernels.tiles import hopper_eight_config, hopper_width
+from onchip.kernels.runtime.launcher import CachedLauncher
+from onchip.kernels.tiles import hopper_quantised_config, hopper_width
 
 PV_COLUMNS = 128  # columns of PV in one accumulator
 
-_forward_8bit_kernel = Handle(forward_8bit_kernel)
+_forward_8bit_kernel = CachedLauncher(forward_8bit_kernel)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
@@ -53,7 +53,7 @@ def launch_attention(problem: Problem, x: Tensors, operands: Any, out: Tensor, l
     left, right = problem.window
     width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
     part = min(width_v, PV_COLUMNS)
-    config = hopper_eight_config(problem.precision, max(width, width_v))
+    config = hopper_quantised_config(problem.precision, max(width, width_v))
     num_head_tiles = problem.batch * problem.num_heads
     tiles_m = -(-problem.seqlen_q // (64 * config.consumers))
     num_tiles = tiles_m * num_head_tiles

@@ -39,7 +39,7 @@ from onchip.kernels.hopper.tensors import (
     warp_constants,
 )
 from onchip.kernels.runtime.counters import counter
-from onchip.kernels.runtime.launcher import Handle, on_device
+from onchip.kernels.runtime.launcher import CachedLauncher, on_device
 from onchip.kernels.tiles import (
     HopperBackwardConfig,
     hopper_backward_config,
@@ -259,9 +259,9 @@ def finish_kernel(
     tl.store(dq_ptr + offsets, dq.to(dq_ptr.dtype.element_ty), mask=mask)
 
 
-_prepare_kernel = Handle(prepare_kernel)
-_backward_kernel = Handle(backward_kernel)
-_finish_kernel = Handle(finish_kernel)
+_prepare_kernel = CachedLauncher(prepare_kernel)
+_backward_kernel = CachedLauncher(backward_kernel)
+_finish_kernel = CachedLauncher(finish_kernel)
 
 
 def _prepare(

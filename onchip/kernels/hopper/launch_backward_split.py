@@ -22,10 +22,10 @@ from onchip.kernels.hopper.tensors import (
     vector_descriptor,
     warp_constants,
 )
-from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.runtime.launcher import CachedLauncher
 from onchip.kernels.tiles import HopperSplitConfig, hopper_split_config, hopper_width
 
-_backward_split_kernel = Handle(backward_split_kernel)
+_backward_split_kernel = CachedLauncher(backward_split_kernel)
 # With own rows in registers, ptxas of Triton 3.9 makes every product wait for the last (the compile
 # tests show it). That of Triton 3.6 does not. Versions in between were not tried.
 _CAN_KEEP_OWN_IN_REGISTERS = triton.__version__.startswith("3.6")

@@ -16,18 +16,18 @@ from onchip.kernels.hopper.tensors import (
     softmax_scales,
     with_contiguous_rows,
 )
-from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.runtime.launcher import CachedLauncher
 from onchip.kernels.tiles import (
-    HOPPER_DECODE_EIGHT_REGISTERS,
-    HOPPER_DECODE_EIGHT_STAGES,
     HOPPER_DECODE_KEYS,
+    HOPPER_DECODE_KV8_REGISTERS,
+    HOPPER_DECODE_KV8_STAGES,
     HOPPER_DECODE_STAGES,
     HOPPER_DECODE_STAGES_DENSE,
     hopper_decode_programs,
     hopper_width,
 )
 
-_decode_kernel = Handle(decode_kernel)
+_decode_kernel = CachedLauncher(decode_kernel)
 # A flag has this value where a partial state is complete. Uninitialised memory does not contain it:
 # flags are left cleared, and the value is random. It has more than 32 bits; otherwise Triton would
 # give the argument another type.
@@ -117,10 +117,10 @@ def _constants(width: int, is_paged: bool, is_8bit: bool) -> dict:
     stages = (HOPPER_DECODE_STAGES if is_paged else HOPPER_DECODE_STAGES_DENSE)[width]
     constants = {
         "D": width,
-        "STAGES": HOPPER_DECODE_EIGHT_STAGES if is_8bit else stages,
+        "STAGES": HOPPER_DECODE_KV8_STAGES if is_8bit else stages,
         "PRODUCER_REGS": 40,
         "num_warps": 4,
         "launch_pdl": True,
         "enable_fp_fusion": True,
     }
-    return constants | ({"maxnreg": HOPPER_DECODE_EIGHT_REGISTERS} if is_8bit else {})
+    return constants | ({"maxnreg": HOPPER_DECODE_KV8_REGISTERS} if is_8bit else {})

@@ -1,5 +1,15 @@
-"""New keys and values into their slots, quantised if these are of 8 bits, and copies of whole
-pages, in Triton. Slots and page ids outside the pool touch nothing: -1 is how a caller says so.
+"""Write new keys and values into their slots of the paged cache, quantised if pages are 8-bit, and
+copy whole pages, in Triton.
+
+    write_kernel   one program per token:   k, v (all kv heads) -> page slot // page_size,
+                                            position slot % page_size [quantised + scale]
+    copy_kernel    one program per TILE elements of (layer, pair): page source -> page target
+
+Slots and page ids out of range write nothing: callers pass -1 to skip a token.
+
+Worked shape: batch 1, 300 new tokens, pages of 16: 300 programs; token 299 is written to slot
+block_table[18] * 16 + 11. Not an attention kernel: no teaching version; docs/paged.md describes the
+layout.
 """
 
 import triton
@@ -7,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.core.backend import scale_strides
-from onchip.kernels.runtime.launcher import Handle, on_device
+from onchip.kernels.runtime.launcher import CachedLauncher, on_device
 from onchip.kernels.tiles import COPY_ELEMENTS, TRITON_STREAMED
-from onchip.kernels.triton.eight import quantised, scale_of
-from onchip.kernels.triton.launch import launch_options, packed
+from onchip.kernels.triton.kv8 import compute_scale, quantise
+from onchip.kernels.triton.launch import launch_options, make_contiguous
 
 
 @triton.jit(do_not_specialize=("num_slots",))
@@ -22,7 +32,7 @@ def write_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAD_HEADS: tl.constexpr,
     PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
-    """The key and the value of one token, all heads."""
+    """Write the key and the value of one token, all kv heads."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if (slot < 0) | (slot >= num_slots):
@@ -54,9 +64,9 @@ def _copy_token(
     x = tl.load(source + heads * stride_source + dims, mask=inside, other=0.0)
     if scales is not None:
         x = x.to(tl.float32)
-        scale = scale_of(tl.max(tl.abs(x), 1), tl.sum(x * 0.0, 1), target.dtype.element_ty)
+        scale = compute_scale(tl.max(tl.abs(x), 1), tl.sum(x * 0.0, 1), target.dtype.element_ty)
         tl.store(scales + head.to(tl.int64) * stride_scales, scale, mask=head < num_heads)
-        x = quantised(x, scale[:, None], target.dtype.element_ty)
+        x = quantise(x, scale[:, None], target.dtype.element_ty)
     tl.store(target + heads * stride_target + dims, x, mask=inside)
 
 
@@ -65,7 +75,7 @@ def copy_kernel(
     pages_ptr, pairs_ptr, stride_layer, stride_page, num_pages, num_pairs, num_tiles, page_elements,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """TILE elements of one page of one layer to another page of that layer."""
+    """Copy TILE elements of one page of one layer to another page of that layer."""
     pid = tl.program_id(0)
     tile, pair = pid % num_tiles, pid // num_tiles % num_pairs
     layer = (pid // num_tiles // num_pairs).to(tl.int64)
@@ -80,8 +90,8 @@ def copy_kernel(
     tl.store(pages_ptr + target.to(tl.int64) * stride_page + element, x, mask=inside)
 
 
-_write_kernel = Handle(write_kernel)
-_copy_kernel = Handle(copy_kernel)
+_write_kernel = CachedLauncher(write_kernel)
+_copy_kernel = CachedLauncher(copy_kernel)
 
 
 def write(
@@ -93,11 +103,11 @@ def write(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> None:
-    """k (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v) into the slots of
-    slot_mapping, int (tokens,): slot = page * page_size + place in the page; one outside the pages,
-    like -1, writes nothing. Two tokens must not share a slot. Any strides, last dimension
-    contiguous. Pages of 8 bits come with scales, (num_pages, page_size, num_kv_heads), and get what
-    onchip.quant.kv8.quantise makes of k and v.
+    """Write k (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v) into the
+    slots of slot_mapping, int (tokens,): slot = page * page_size + position in the page. A slot out
+    of range, like -1, writes nothing. Two tokens must not share a slot. Any strides, last dimension
+    contiguous. 8-bit pages have scales, (num_pages, page_size, num_kv_heads), and receive
+    onchip.quant.kv8.quantise(k) and (v).
     """
     if not k.numel():
         return
@@ -106,7 +116,7 @@ def write(
     pad = triton.next_power_of_2
     with on_device(k):
         _write_kernel[(k.shape[0],)](
-            k, v, k_pages, v_pages, k_scales, v_scales, packed(slot_mapping),
+            k, v, k_pages, v_pages, k_scales, v_scales, make_contiguous(slot_mapping),
             *k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3],
             *scale_strides(k_scales), *scale_strides(v_scales),
             num_pages * page_size, page_size, num_kv_heads,
@@ -116,11 +126,11 @@ def write(
 
 
 def copy_pages(pages: Tensor, pairs: Tensor) -> None:
-    """Page pairs[i, 0] to page pairs[i, 1], for all i at once, in every layer.
+    """Copy page pairs[i, 0] to page pairs[i, 1], for all i at once, in every layer.
 
     pages: (num_layers, num_pages, ...), each page of a layer contiguous; pairs: int (n, 2). A pair
-    outside the pages copies nothing. No page may be a target of two pairs, nor of one and the
-    source of another.
+    out of range copies nothing. No page may be the target of two pairs, nor the target of one and
+    the source of another.
     """
     if not pairs.numel() or not pages.numel():
         return
@@ -130,7 +140,7 @@ def copy_pages(pages: Tensor, pairs: Tensor) -> None:
     num_tiles = triton.cdiv(elements, COPY_ELEMENTS)
     with on_device(pages):
         _copy_kernel[(num_tiles * pairs.shape[0] * pages.shape[0],)](
-            pages, packed(pairs), *pages.stride()[:2],
+            pages, make_contiguous(pairs), *pages.stride()[:2],
             pages.shape[1], pairs.shape[0], num_tiles, elements,
             TILE=COPY_ELEMENTS, **launch_options(TRITON_STREAMED),
         )  # fmt: skip

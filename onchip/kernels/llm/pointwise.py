@@ -1,9 +1,19 @@
-"""What lies between the matrix products of a decoder layer, in Triton: residual sum and RMSNorm;
-norm, rotation and page write of a fused q, k and v; activation of a gate times its partner.
+"""The operations between the matrix products of a decoder layer, in Triton.
 
-Computed in fp32. A number is rounded where a tensor is: the residual sum, the normed q and k, also
-those that 8-bit pages get quantised. Each kernel may be launched while its predecessor ends, for
-which it then waits.
+    norm_kernel    x (+ y) -> sum, RMSNorm(sum)               one program per row
+    place_kernel   qkv row: q | k | v                         one program per TILE_H heads
+                     q: norm, RoPE -> queries
+                     k: norm, RoPE -> its slot of the pages  [quantised + scale]
+                     v:            -> its slot of the pages  [quantised + scale]
+    gate_kernel    activation(gate) * up                      one program per TILE elements of a row
+
+Computed in fp32. Values are rounded where the unfused code would store a tensor: the residual sum,
+the normed q and k, also before 8-bit pages quantise them. Each kernel may be launched while its
+predecessor ends (PDL), and waits for it before its first load.
+
+Worked shape: batch 1, 300 tokens, 16 query and 8 kv heads, TILE_H = 4: place_kernel runs 300 * (4 +
+2 + 2) programs. Not an attention kernel: no teaching version; onchip/models/pointwise.py has the
+definitions in torch.
 """
 
 import torch
@@ -14,11 +24,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.core.backend import scale_strides
 from onchip.core.problem import device_info
-from onchip.kernels.runtime.launcher import Handle, on_device
+from onchip.kernels.runtime.launcher import CachedLauncher, on_device
 from onchip.kernels.tiles import TRITON_GATE, TRITON_NORM, TRITON_PLACE, TritonConfig
-from onchip.kernels.triton.eight import quantised, scale_of
+from onchip.kernels.triton.kv8 import compute_scale, quantise
 from onchip.kernels.triton.launch import dependent_options
-from onchip.kernels.triton.tile import rounded
+from onchip.kernels.triton.tile import round_to
 
 Turn = tuple[Tensor, Tensor]
 
@@ -28,7 +38,7 @@ def norm_kernel(
     x_ptr, y_ptr, weight_ptr, sum_ptr, out_ptr, stride_x, stride_y, eps, offset,
     WIDTH: tl.constexpr, PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row: sum = x + y (if there is a y), out = sum / rms(sum) * (offset + weight)."""
+    """One row: sum = x + y (if y is given), out = sum / rms(sum) * (offset + weight)."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -38,12 +48,12 @@ def norm_kernel(
     x = tl.load(x_ptr + row * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
     if y_ptr is not None:
         y = tl.load(y_ptr + row * stride_y + cols, mask=inside, other=0.0).to(tl.float32)
-        total = rounded(x + y, sum_ptr.dtype.element_ty)
+        total = round_to(x + y, sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * WIDTH + cols, total, mask=inside)
         x = total.to(tl.float32)
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
-    out = rounded(x * factor * (offset + weight), out_ptr.dtype.element_ty)
+    out = round_to(x * factor * (offset + weight), out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * WIDTH + cols, out, mask=inside)
 
 
@@ -57,8 +67,8 @@ def place_kernel(
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAD_HALF: tl.constexpr, PAD_REST: tl.constexpr,
     TILE_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """TILE_H heads of one token: of q to the queries, of k or v to the token's slot. A row of qkv
-    holds the heads of q, then k, then v; no tile has heads of two of them.
+    """TILE_H heads of one token: heads of q go to the queries, heads of k and v to the token's
+    slot. A row of qkv holds the heads of q, then k, then v; no tile has heads of two of them.
     """
     if PDL:
         gdc_wait()
@@ -72,7 +82,7 @@ def place_kernel(
         sin_ptr += token * HALF
     if tile < tiles_q:
         h = tile * TILE_H
-        _turn(
+        _copy_heads(
             qkv_ptr + h * HEAD_DIM, q_ptr + (token * num_heads + h) * HEAD_DIM, HEAD_DIM, None, 0,
             num_heads - h, cos_ptr, sin_ptr, q_weight_ptr, eps, offset,
             HEAD_DIM, HALF, PAD_HALF, PAD_REST, TILE_H,
@@ -85,7 +95,7 @@ def place_kernel(
                 h = (tile - tiles_q) * TILE_H
                 if k_scales_ptr is not None:
                     k_scales_ptr += page * stride_ksp + place * stride_kss + h * stride_ksh
-                _turn(
+                _copy_heads(
                     qkv_ptr + (num_heads + h) * HEAD_DIM,
                     k_pages_ptr + page * stride_kp + place * stride_kps + h * stride_kph,
                     stride_kph, k_scales_ptr, stride_ksh, num_kv_heads - h, cos_ptr, sin_ptr,
@@ -96,7 +106,7 @@ def place_kernel(
                 h = (tile - tiles_q - tiles_kv) * TILE_H
                 if v_scales_ptr is not None:
                     v_scales_ptr += page * stride_vsp + place * stride_vss + h * stride_vsh
-                _turn(
+                _copy_heads(
                     qkv_ptr + (num_heads + num_kv_heads + h) * HEAD_DIM,
                     v_pages_ptr + page * stride_vp + place * stride_vps + h * stride_vph,
                     stride_vph, v_scales_ptr, stride_vsh, num_kv_heads - h, None, None,
@@ -106,59 +116,59 @@ def place_kernel(
 
 
 @triton.jit
-def _turn(
+def _copy_heads(
     source, target, stride, scales, stride_scales, num_heads, cos_ptr, sin_ptr, weight_ptr, eps,
     offset,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAD_HALF: tl.constexpr, PAD_REST: tl.constexpr,
     TILE_H: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one token, HEAD_DIM apart, to places `stride` apart: normed if there is a weight,
-    elements i and i + HALF turned if there is a cosine, those from 2 HALF on not; quantised if
-    there are scales.
+    """Copy heads of one token, HEAD_DIM apart, to heads `stride` apart: normed if there is a
+    weight, elements i and i + HALF rotated (RoPE) if there is a cosine, elements from 2 HALF on not
+    rotated; quantised if there are scales.
     """
     DTYPE: tl.constexpr = source.dtype.element_ty
     heads, dims, rests = tl.arange(0, TILE_H), tl.arange(0, PAD_HALF), tl.arange(0, PAD_REST)
     rows, cols, ends = heads[:, None], dims[None, :], 2 * HALF + rests[None, :]
-    turned = (rows < num_heads) & (cols < HALF)
-    stays = (rows < num_heads) & (ends < HEAD_DIM)
-    a = tl.load(source + rows * HEAD_DIM + cols, mask=turned, other=0.0)
-    b = tl.load(source + rows * HEAD_DIM + HALF + cols, mask=turned, other=0.0)
-    c = tl.load(source + rows * HEAD_DIM + ends, mask=stays, other=0.0)
+    is_rotated = (rows < num_heads) & (cols < HALF)
+    is_copied = (rows < num_heads) & (ends < HEAD_DIM)
+    a = tl.load(source + rows * HEAD_DIM + cols, mask=is_rotated, other=0.0)
+    b = tl.load(source + rows * HEAD_DIM + HALF + cols, mask=is_rotated, other=0.0)
+    c = tl.load(source + rows * HEAD_DIM + ends, mask=is_copied, other=0.0)
     if weight_ptr is not None:
         x, y, z = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32)
         squares = tl.sum(x * x + y * y, 1) + tl.sum(z * z, 1)
         factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
         at = weight_ptr + cols
-        a = _normed(x * factor, at, cols < HALF, offset, DTYPE)
-        b = _normed(y * factor, at + HALF, cols < HALF, offset, DTYPE)
-        c = _normed(z * factor, weight_ptr + ends, ends < HEAD_DIM, offset, DTYPE)
+        a = _apply_weight(x * factor, at, cols < HALF, offset, DTYPE)
+        b = _apply_weight(y * factor, at + HALF, cols < HALF, offset, DTYPE)
+        c = _apply_weight(z * factor, weight_ptr + ends, ends < HEAD_DIM, offset, DTYPE)
     if cos_ptr is not None:
         cos = tl.load(cos_ptr + dims, mask=dims < HALF, other=0.0)[None, :]
         sin = tl.load(sin_ptr + dims, mask=dims < HALF, other=0.0)[None, :]
         x, y = a.to(tl.float32), b.to(tl.float32)
-        a, b = rounded(x * cos - y * sin, DTYPE), rounded(y * cos + x * sin, DTYPE)
+        a, b = round_to(x * cos - y * sin, DTYPE), round_to(y * cos + x * sin, DTYPE)
     if scales is not None:
         x, y, z = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
         largest = tl.maximum(largest, tl.max(tl.abs(z), 1))
         nothing = tl.sum(x * 0.0 + y * 0.0, 1) + tl.sum(z * 0.0, 1)
         FORM: tl.constexpr = target.dtype.element_ty
-        scale = scale_of(largest, nothing, FORM)
+        scale = compute_scale(largest, nothing, FORM)
         tl.store(scales + heads.to(tl.int64) * stride_scales, scale, mask=heads < num_heads)
         column = scale[:, None]
         a, b, c = (
-            quantised(x, column, FORM), quantised(y, column, FORM), quantised(z, column, FORM),
+            quantise(x, column, FORM), quantise(y, column, FORM), quantise(z, column, FORM),
         )  # fmt: skip
     target += rows.to(tl.int64) * stride
-    tl.store(target + cols, a, mask=turned)
-    tl.store(target + HALF + cols, b, mask=turned)
-    tl.store(target + ends, c, mask=stays)
+    tl.store(target + cols, a, mask=is_rotated)
+    tl.store(target + HALF + cols, b, mask=is_rotated)
+    tl.store(target + ends, c, mask=is_copied)
 
 
 @triton.jit
-def _normed(x, weight_ptr, inside, offset, DTYPE: tl.constexpr):
+def _apply_weight(x, weight_ptr, inside, offset, DTYPE: tl.constexpr):
     weight = tl.load(weight_ptr, mask=inside, other=0.0).to(tl.float32)
-    return rounded(x * (offset + weight), DTYPE)
+    return round_to(x * (offset + weight), DTYPE)
 
 
 @triton.jit
@@ -175,7 +185,7 @@ def gate_kernel(
     inside = cols < inner
     gate = tl.load(x_ptr + row * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * stride_x + inner + cols, mask=inside, other=0.0).to(tl.float32)
-    out = rounded(_activate(gate, ACTIVATION) * up, out_ptr.dtype.element_ty)
+    out = round_to(_activate(gate, ACTIVATION) * up, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * inner + cols, out, mask=inside)
 
 
@@ -193,9 +203,9 @@ def _activate(x, NAME: tl.constexpr):
     return y
 
 
-_gate_kernel = Handle(gate_kernel)
-_norm_kernel = Handle(norm_kernel)
-_place_kernel = Handle(place_kernel)
+_gate_kernel = CachedLauncher(gate_kernel)
+_norm_kernel = CachedLauncher(norm_kernel)
+_place_kernel = CachedLauncher(place_kernel)
 
 
 def add_rms_norm(
@@ -227,13 +237,13 @@ def place(
     slot_mapping: Tensor,
 ) -> Tensor:
     """q (tokens, num_heads, head_dim) of qkv (tokens, (num_heads + 2 num_kv_heads) head_dim),
-    normed and turned; k, treated alike, and v go to the slots of their tokens in (k_pages, v_pages)
-    or, quantised, in (k_pages, v_pages, k_scales, v_scales).
+    normed and rotated. k, treated in the same way, and v are written to the slots of their tokens
+    in (k_pages, v_pages) or, quantised, in (k_pages, v_pages, k_scales, v_scales).
 
-    turn: (cos, sin), fp32 (tokens, ..., half); elements i and i + half of a head form a pair, those
-    from 2 half on stay. weights: of the norms of q and k, with eps and what is added to a weight.
-    slot_mapping: int (tokens,); a slot outside the pages, like -1, writes nothing. Two tokens must
-    not share a slot.
+    turn: (cos, sin), fp32 (tokens, ..., half); elements i and i + half of a head form a pair,
+    elements from 2 half on are not rotated. weights: of the norms of q and k, with eps and the
+    offset added to a weight. slot_mapping: int (tokens,); a slot out of range, like -1, writes
+    nothing. Two tokens must not share a slot.
     """
     k_pages, v_pages, *scales = pages
     k_scales, v_scales = scales or (None, None)
@@ -278,7 +288,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _warps(config: TritonConfig, elements: int) -> TritonConfig:
-    """A thread takes config.tile_n elements, as long as there are threads."""
+    """One warp per 32 * config.tile_n elements, at most config.num_warps."""
     warps = max(1, min(config.num_warps, elements // (32 * config.tile_n)))
     return config._replace(num_warps=warps)
 

@@ -1,12 +1,21 @@
-"""The next token of every row of a batch of logits, in Triton: one pass over the logits, then one
-span of each row again. The twin of onchip/engine/sampler.py.
+"""Sampling: the next token of every row of logits, in Triton. Same definition as engine/sampler.py.
 
-A row is cut into spans. The pass leaves the largest logit of each span and the sum of its weights
-exp((s - m) / temperature); spans and sums are the same whatever else is in the batch. Where the
-running sum of a row passes the fraction `uniform` of the whole, a token is drawn: first the span,
-then the token in it. Rows of temperature 0 take the first of their largest logits. Rows that draw
-from a part of their tokens know its least logit beforehand: a search for the largest number that
-leaves enough tokens (top_k) or enough mass (top_p) at or above it, four bits of it in a pass.
+    logits (rows, vocab)   | span 0 | span 1 | span 2 | ...  4,096 logits each
+                               |        |        |
+      scan_kernel          (m, l)   (m, l)   (m, l)           one program per span
+                               +--------+--------+
+      pick_kernel          running sum of l: choose the span where it exceeds uniform * total,
+                           load that span again, choose the token in the same way
+      cut_kernel           only with min_p, top_k, top_p: the smallest logit that may be sampled
+
+m is the largest logit of a span, l the sum of exp((s - m) / temperature). Spans and their sums do
+not depend on the other rows of the batch. Temperature 0 takes the first of the largest logits.
+
+cut_kernel searches the largest number such that enough logits (top_k) or enough mass (top_p) are at
+or above it: four bits of the number per pass over the row.
+
+Worked shape: one row of 300 logits: one span, of which 300 of 4,096 elements are in use; one
+program each. Not an attention kernel; the running (m, l) is the softmax of examples/versions/v1.py.
 """
 
 import torch
@@ -14,18 +23,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onchip.kernels.runtime.launcher import Handle, on_device
+from onchip.kernels.runtime.launcher import CachedLauncher, on_device
 from onchip.kernels.tiles import TRITON_CUT, TRITON_PICK, TRITON_SCAN
 from onchip.kernels.triton.launch import launch_options
 from onchip.kernels.triton.tile import LN2, LOG2E
 
-WAYS = tl.constexpr(16)  # a pass of the search finds one of 16 digits: four bits of a logit
-FIRST = tl.constexpr(1 << 28)  # what the first of them is worth
+WAYS = tl.constexpr(16)  # each pass of the search finds one of 16 digits: four bits of a logit
+FIRST = tl.constexpr(1 << 28)  # the value of the first digit
 LOWEST = tl.constexpr(-(2**31))
-LEAST = tl.constexpr(1e-30)  # a temperature below is this one: the largest logit wins all the same
-NONE = tl.constexpr(-2139095041)  # the key of -inf
-_PASSES = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}  # the bits after are all alike
-_PARTS = 4  # numbers of a span: m and l of the logits as they are, m and l to draw from
+LEAST = tl.constexpr(1e-30)  # smaller temperatures are raised to it: the largest logit still wins
+NONE = tl.constexpr(-2139095041)  # _key(-inf)
+_PASSES = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}  # the other bits are constant
+_PARTS = 4  # per span: m and l of the raw logits, m and l of the distribution to sample from
 
 
 @triton.jit
@@ -33,7 +42,7 @@ def scan_kernel(
     logits_ptr, raw_ptr, temperature_ptr, floor_ptr, parts_ptr, stride_logits, stride_raw, vocab,
     num_spans, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """One span of one row."""
+    """m and l of one span of one row."""
     row, span = (tl.program_id(0) // num_spans).to(tl.int64), tl.program_id(0) % num_spans
     at = span * SPAN + tl.arange(0, SPAN)
     inside = at < vocab
@@ -63,7 +72,7 @@ def _sum(s, slope):
 
 @triton.jit
 def _pivot(m):
-    return tl.where(m == float("-inf"), 0.0, m)  # nothing there: -inf - -inf would be NaN
+    return tl.where(m == float("-inf"), 0.0, m)  # otherwise -inf - -inf would be NaN
 
 
 @triton.jit
@@ -77,16 +86,16 @@ def pick_kernel(
     lse_ptr, stride_logits, stride_raw, vocab, num_spans,
     SPAN: tl.constexpr, PAD_SPANS: tl.constexpr,
 ):  # fmt: skip
-    """The token of one row, and its log probability in the logits as they are. A row that is not
-    finite gives some token, and a log probability that is not finite either.
+    """The token of one row, and its log probability in the raw logits. A row that is not finite
+    gives some valid token and a log probability that is not finite.
     """
     row = tl.program_id(0).to(tl.int64)
     spans = tl.arange(0, PAD_SPANS)
-    there = spans < num_spans
+    exist = spans < num_spans
     parts = parts_ptr + (row * num_spans + spans) * 4
-    lse = _lse(parts, there)
-    m = tl.load(parts + 2, mask=there, other=float("-inf"))
-    l = tl.load(parts + 3, mask=there, other=0.0)
+    lse = _lse(parts, exist)
+    m = tl.load(parts + 2, mask=exist, other=float("-inf"))
+    l = tl.load(parts + 3, mask=exist, other=0.0)
     best, slope = tl.max(m, 0), _slope(temperature_ptr + row)
     greedy = tl.load(temperature_ptr + row) <= 0
     scale = tl.exp2((m - _pivot(best)) * slope)
@@ -115,18 +124,18 @@ def pick_kernel(
 
 
 @triton.jit
-def _lse(parts, there):
-    """The logarithm of the sum of the weights of all spans."""
-    m = tl.load(parts, mask=there, other=float("-inf"))
-    l = tl.load(parts + 1, mask=there, other=0.0)
+def _lse(parts, exist):
+    """The log-sum-exp over all spans."""
+    m = tl.load(parts, mask=exist, other=float("-inf"))
+    l = tl.load(parts + 1, mask=exist, other=0.0)
     pivot = _pivot(tl.max(m, 0))
     return pivot + tl.log2(tl.sum(l * tl.exp2((m - pivot) * LOG2E), 0)) * LN2
 
 
 @triton.jit
 def _choose(mass, target, largest, greedy, SIZE: tl.constexpr):
-    """The first place whose running sum passes the target, no place without mass; greedy: the first
-    of the largest.
+    """The first index at which the running sum exceeds the target, never an index without mass.
+    greedy: the first index of the largest.
     """
     places = tl.arange(0, SIZE)
     drawn = tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
@@ -139,8 +148,8 @@ def cut_kernel(
     logits_ptr, temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, floor_ptr, stride_logits, vocab,
     PASSES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The least logit of one row that may be drawn: by min_p, then top_k, then top_p of the mass
-    that these leave. Logits that are equal stay or go together.
+    """The smallest logit of one row that may be sampled: by min_p, then top_k, then top_p of the
+    mass that is left. Equal logits are kept or dropped together.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
@@ -182,37 +191,37 @@ def _search(
     logits_ptr, vocab, wanted, floor, m, slope, COUNT: tl.constexpr, PASSES: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """The largest number such that the logits at or above it, and not below floor, are `wanted` in
-    number (COUNT), or have that share of the mass.
+    """The largest number such that the logits at or above it, and not below floor, are at least
+    `wanted` in number (COUNT) or have at least that share of the mass.
     """
     digits, cols = tl.arange(0, WAYS), tl.arange(0, TILE)
-    found, step = tl.full([], LOWEST, tl.int32), tl.full([], FIRST, tl.int32)
+    bound_key, step = tl.full([], LOWEST, tl.int32), tl.full([], FIRST, tl.int32)
     goal = wanted
     for i in range(PASSES):
-        bounds = (found + digits * step)[:, None]
-        held = tl.zeros([WAYS, TILE], tl.float32)
-        for at in range(0, vocab, 2 * TILE):  # both loads are under way before one is needed
+        bounds = (bound_key + digits * step)[:, None]
+        mass_at_bounds = tl.zeros([WAYS, TILE], tl.float32)
+        for at in range(0, vocab, 2 * TILE):  # both loads are issued before the first is used
             s = _load(logits_ptr, at + cols, vocab)
             other = _load(logits_ptr, at + TILE + cols, vocab)
-            held += _held(s, bounds, floor, m, slope, COUNT)
-            held += _held(other, bounds, floor, m, slope, COUNT)
-        sums = tl.sum(held, 1)
+            mass_at_bounds += _add_to_bounds(s, bounds, floor, m, slope, COUNT)
+            mass_at_bounds += _add_to_bounds(other, bounds, floor, m, slope, COUNT)
+        sums = tl.sum(mass_at_bounds, 1)
         if not COUNT:
             goal = tl.where(i == 0, wanted * tl.max(sums, 0), goal)
-        found += tl.max(tl.where(sums >= goal, digits, 0), 0) * step
+        bound_key += tl.max(tl.where(sums >= goal, digits, 0), 0) * step
         step //= WAYS
-    return tl.where(found <= NONE, float("-inf"), _number(found))
+    return tl.where(bound_key <= NONE, float("-inf"), _number(bound_key))
 
 
 @triton.jit
 def _load(logits_ptr, at, vocab):
-    """NaN past the end: not at or above anything."""
+    """NaN past the end: it compares as neither at nor above any bound."""
     return tl.load(logits_ptr + at, mask=at < vocab, other=float("nan")).to(tl.float32)
 
 
 @triton.jit
-def _held(s, bounds, floor, m, slope, COUNT: tl.constexpr):
-    """(WAYS, TILE): what each logit adds to the sums of the bounds that it reaches."""
+def _add_to_bounds(s, bounds, floor, m, slope, COUNT: tl.constexpr):
+    """(WAYS, TILE): the contribution of each logit to the sum of every bound that it reaches."""
     weight = tl.where(s >= floor, 1.0, 0.0)
     if not COUNT:
         weight = tl.where(s >= floor, tl.exp2((s - _pivot(m)) * slope), 0.0)
@@ -221,7 +230,7 @@ def _held(s, bounds, floor, m, slope, COUNT: tl.constexpr):
 
 @triton.jit
 def _key(s):
-    """An integer in the order of s."""
+    """An integer with the same order as s."""
     bits = (s + 0.0).to(tl.int32, bitcast=True)  # -0.0 is 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -232,9 +241,9 @@ def _number(key):
     return bits.to(tl.float32, bitcast=True)
 
 
-_cut_kernel = Handle(cut_kernel)
-_pick_kernel = Handle(pick_kernel)
-_scan_kernel = Handle(scan_kernel)
+_cut_kernel = CachedLauncher(cut_kernel)
+_pick_kernel = CachedLauncher(pick_kernel)
+_scan_kernel = CachedLauncher(scan_kernel)
 
 
 def draw(
@@ -246,16 +255,16 @@ def draw(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(token, its logprob, lse), int64, fp32 and fp32 (rows,), of logits (rows, vocab), last
-    dimension contiguous; lse: the logarithm of the sum of exp(logits).
+    """(token, its logprob, lse), int64, fp32 and fp32 (rows,), of logits (rows, vocab) with
+    contiguous last dimension. lse is the log-sum-exp of the raw logits.
 
-    raw: the logits of logprob and lse, if others. temperature: fp32 (rows,), 0
-    takes the largest; uniform: fp64 (rows,) in [0, 1). min_p fp32, top_k int64, top_p fp64 (rows,):
-    0, 0 and 1 keep all.
+    raw: the logits for logprob and lse, if they differ from `logits`. temperature: fp32 (rows,), 0
+    takes the largest. uniform: fp64 (rows,) in [0, 1). min_p fp32, top_k int64, top_p fp64 (rows,):
+    0, 0 and 1 keep all tokens.
     """
     rows, vocab = logits.shape
     token = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    # Not two rows of one tensor: Triton compiles anew for addresses that are aligned otherwise.
+    # Not two rows of one tensor: Triton would compile a variant for the other alignment.
     logprob, lse = (torch.empty_like(temperature) for _ in range(2))
     if not rows:
         return token, logprob, lse

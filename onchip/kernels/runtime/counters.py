@@ -1,71 +1,74 @@
-"""Counters from which the programs of a launch draw, at 0 before it and, because kernels leave them
-so (hopper/tile_scheduler.next_work_index), after it: to clear them would take a launch of its own.
+"""Work counters on the device: the programs of a launch take their work indices from one.
 
-Launches that share one must not run beside each other. Those of a stream do not: each starts when
-the one before has ended, but for programmatic dependent launches, which must not draw. So a stream
-has one counter for all its launches. A CUDA graph may be replayed on any stream, beside any other:
-a captured launch gets a counter that no other launch ever gets. Beside itself no graph can run: it
-would overwrite its own results. A launch that fails may leave a counter anywhere, but also takes
-the device's context with it.
+A counter is 0 before a launch, and the kernel resets it to 0 at its end (hopper/schedule.py): a
+separate memset would be another launch.
+
+Two launches that share a counter must not overlap.
+- Launches of one stream do not overlap, except programmatic dependent launches, which therefore
+  must not use a counter. So every stream has one counter for all its launches.
+- A CUDA graph may be replayed on any stream, in parallel with other launches. So a captured launch
+  gets a counter that no other launch ever gets. One graph cannot overlap with itself: it would
+  overwrite its own results.
+- A failed launch may leave any value in its counter, but it also destroys the device's context.
 """
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-SLOTS = 16384  # counters of a device; captured launches are hundreds for each engine that serves
-WORDS = 4  # of a counter: 16 bytes, because kernels are specialised on how pointers are aligned
-_PER_THREAD = 2  # CUDA's handle of a stream of its own for every thread
+SLOTS = 16384  # counters per device; a serving engine captures hundreds of launches
+COUNTER_INTS = 4  # 16 bytes: kernels are specialised on the alignment of pointers
+_PER_THREAD = 2  # cudaStreamPerThread: one handle for a different stream in every thread
 
 
 def counter(device: torch.device) -> Tensor:
-    """For one launch on the current stream of this device, which is the current one."""
+    """The counter of one launch on the current stream of `device`, the current device."""
     slot = _slot(device) if has_streams(device) else None
-    return torch.zeros(WORDS, dtype=torch.int32, device=device) if slot is None else slot
+    return torch.zeros(COUNTER_INTS, dtype=torch.int32, device=device) if slot is None else slot
 
 
 def has_streams(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def is_slot(t: Tensor) -> bool:
-    """Whether t is a counter that was there before the call."""
+def is_pooled(t: Tensor) -> bool:
+    """Whether t is a counter of a pool, so that the call did not allocate it."""
     pool = _pools.get(t.device)
     return pool is not None and t.untyped_storage().data_ptr() == pool.counters.data_ptr()
 
 
 def _slot(device: torch.device) -> Tensor | None:
-    """None: it takes one that is made and cleared for this launch."""
+    """A pooled counter, or None: the caller then allocates and clears one for this launch."""
     pool = _pools.get(device)
-    if torch.cuda.is_current_stream_capturing():  # nothing can be waited for
-        return None if pool is None else pool.unused()
+    if torch.cuda.is_current_stream_capturing():  # a new pool would have to synchronise
+        return None if pool is None else pool.take_unused()
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     if stream == _PER_THREAD:
         return None
     if pool is None:
-        pool = _pools.setdefault(device, _Pool(device))
+        pool = _pools.setdefault(device, _CounterPool(device))
     return pool.of_stream(stream)
 
 
-class _Pool:
-    """The counters of a device. Threads that race for a stream's get the same one."""
+class _CounterPool:
+    """The counters of one device. Threads that race for a stream's counter get the same one."""
 
     def __init__(self, device: torch.device):
-        with _disable_current_modes():  # it is not the call's, should that be recorded
-            self.counters = torch.zeros(SLOTS, WORDS, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # zeros for every stream
+        with _disable_current_modes():  # a recording must not see this allocation (see tapes.py)
+            self.counters = torch.zeros(SLOTS, COUNTER_INTS, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()  # the zeros must be visible to all streams
         self._numbers = iter(range(SLOTS))
         self._streams: dict[int, Tensor | None] = {}
 
-    def unused(self) -> Tensor | None:
-        """One that nobody has, if there is one left."""
+    def take_unused(self) -> Tensor | None:
+        """A counter that no stream and no captured launch has, or None if none is left."""
         i = next(self._numbers, None)
         return None if i is None else self.counters[i]
 
     def of_stream(self, stream: int) -> Tensor | None:
         if stream not in self._streams:
-            self._streams.setdefault(stream, self.unused())
+            self._streams.setdefault(stream, self.take_unused())
         return self._streams[stream]
 
 
-_pools: dict[torch.device, _Pool] = {}
+_pools: dict[torch.device, _CounterPool] = {}

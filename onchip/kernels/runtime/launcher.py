@@ -1,6 +1,7 @@
-"""Launches that skip what Triton works out anew for every one of them: which compiled variant fits
-the arguments. That takes most of a small call's host time (33 of 42 us of a launch with 31
-arguments and 23 constants, on the CPU of a small machine).
+"""Launch Triton kernels without Triton's per-launch search for the compiled variant.
+
+That search takes most of a small call's host time: 33 of 42 us of a launch with 31 arguments and 23
+constants, on the CPU of a small machine.
 """
 
 import threading
@@ -15,32 +16,33 @@ from torch import Tensor
 from onchip.core.problem import insert_bounded
 
 _INT32 = 1 << 31
-# Strides are among what tells variants apart, and of these a long life sees any number. What had to
-# make room is compiled all the same: Triton finds it again.
-MAX_FAMILIES = 256
-MAX_VARIANTS = 256  # of a family
+# Strides are part of a variant's key, and a long-lived process sees any number of strides: both
+# caches are bounded. An evicted variant stays compiled, and Triton's own cache finds it again.
+MAX_SIGNATURES = 256
+MAX_VARIANTS = 256  # of a signature
 
 
-class Handle:
-    """Launch a Triton kernel as ever, `handle[grid](*args, **constants)`, and its variants are
-    found again by a shorter key.
+class CachedLauncher:
+    """Launch a Triton kernel in the usual way, `launcher[grid](*args, **constants)`, and find its
+    compiled variant again by a shorter key than Triton's.
 
-    The key is what Triton itself looks at: the device, which is current (see `on_device`); types;
-    dtype and alignment of pointers, of which there is one at least; dtype and block of TMA
-    descriptors (their layouts are made once for both, so that identity tells them apart); the value
-    of integers that it specialises on, the width of the others (which are not negative); constants
-    and options. Every launch takes the usual way where no compiled kernel comes back (the
-    interpreter), and on AMD, where Triton looks at the sizes of tensors, too. Triton's knobs count
-    when a variant is first launched.
+    The key holds everything that Triton specialises on: the device, which must be the current one
+    (see `on_device`); types; dtype and alignment of pointers, at least one of which is an argument;
+    dtype and block of TMA descriptors (one layout object is made for both, so that its identity
+    distinguishes them); the value of specialised integers, the width of the others (which are not
+    negative); constants and options. Two kinds of launches always go through Triton: launches that
+    return no compiled kernel (the interpreter), and launches on AMD, where Triton also specialises
+    on the sizes of tensors. Triton's knobs take effect when a variant is first launched.
 
-    A compiled kernel is launched through `CompiledKernel.__getitem__`, as Triton's tutorials do.
-    Of arguments, nothing is kept but layouts of descriptors; of variants, the newest. Threads may
-    share a handle: each entry is written once it is whole, and of two that raced either will do.
+    A compiled kernel is launched through `CompiledKernel.__getitem__`, as in Triton's tutorials.
+    The cache keeps no argument except layouts of descriptors, and of variants only the newest.
+    Threads may share a launcher: an entry is inserted after it is complete, and if two threads race
+    for a key, either entry is correct.
     """
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
-        self._families: dict[tuple, _Family] = {}
+        self._signatures: dict[tuple, _Signature] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -48,48 +50,49 @@ class Handle:
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         values = tuple(constants.values())
         kinds = (*map(type, args), *map(type, values), *constants, *values)  # 1 is not True
-        family = self._families.get(kinds)
-        found = None if family is None else family.variants.get(family.variant(args))
-        if found is None:
+        signature = self._signatures.get(kinds)
+        entry = None if signature is None else signature.variants.get(signature.variant_key(args))
+        if entry is None:
             self._launch_first(kinds, grid, args, constants)
         else:
-            compiled = found[0]
-            compiled[(*grid, 1, 1)[:3]](*args, *family.constants)
-            _tell(compiled, grid, (*args, *family.constants))
+            compiled = entry[0]
+            compiled[(*grid, 1, 1)[:3]](*args, *signature.constants)
+            _notify(compiled, grid, (*args, *signature.constants))
 
     def _launch_first(self, kinds: tuple, grid: tuple, args: tuple, constants: dict) -> None:
         compiled = self.kernel[grid](*args, **constants)
         if hasattr(type(compiled), "__getitem__") and not torch.version.hip:
-            family = _Family.of(self.kernel, args, constants)
-            family = insert_bounded(self._families, kinds, family, MAX_FAMILIES)
-            family.keep(args, compiled)
-            _tell(compiled, grid, (*args, *family.constants))
+            signature = _Signature.of(self.kernel, args, constants)
+            signature = insert_bounded(self._signatures, kinds, signature, MAX_SIGNATURES)
+            signature.add_variant(args, compiled)
+            _notify(compiled, grid, (*args, *signature.constants))
         else:
-            _tell(None, grid, args)
+            _notify(None, grid, args)
 
 
-class _Family(NamedTuple):
-    """Launches whose arguments have the same types and whose constants are the same: where which
-    arguments stand, the constants in the order of the signature, and the compiled variants, each
-    with the layouts whose identity is in its key: alive, so that no other layout takes that.
+class _Signature(NamedTuple):
+    """Launches with the same argument types and the same constants: the indices of each kind of
+    argument, the constants in the order of the signature, and the compiled variants. A key contains
+    ids of layouts, and the entry keeps these layouts alive: otherwise another layout could get the
+    same id.
     """
 
     pointers: list[int]
     descriptors: list[int]
-    values: list[int]  # constants, and integers whose value makes a variant
-    lengths: list[int]  # integers of which only the width does
+    values: list[int]  # constants, and integers that Triton specialises on by value
+    lengths: list[int]  # integers that Triton specialises on by width only
     constants: tuple
     variants: dict[tuple, tuple[Any, list]]
 
     @classmethod
-    def of(cls, kernel: Any, args: tuple, constants: dict) -> "_Family":
+    def of(cls, kernel: Any, args: tuple, constants: dict) -> "_Signature":
         params = kernel.params
-        found = cls([], [], [], [], _in_order(params[len(args) :], constants), {})
+        signature = cls([], [], [], [], _in_order(params[len(args) :], constants), {})
         for i, (param, arg) in enumerate(zip(params, args, strict=False)):
-            found._places(param, arg).append(i)
-        return found
+            signature._indices_for(param, arg).append(i)
+        return signature
 
-    def _places(self, param: Any, arg: object) -> list[int]:
+    def _indices_for(self, param: Any, arg: object) -> list[int]:
         if param.is_constexpr:
             return self.values
         if isinstance(arg, Tensor):
@@ -98,12 +101,11 @@ class _Family(NamedTuple):
             return self.lengths if param.do_not_specialize else self.values
         return [] if arg is None or isinstance(arg, float) else self.descriptors
 
-    def keep(self, args: tuple, compiled: Any) -> None:
+    def add_variant(self, args: tuple, compiled: Any) -> None:
         layouts = [args[i].layout for i in self.descriptors]
-        insert_bounded(self.variants, self.variant(args), (compiled, layouts), MAX_VARIANTS)
+        insert_bounded(self.variants, self.variant_key(args), (compiled, layouts), MAX_VARIANTS)
 
-    def variant(self, args: tuple) -> tuple:
-        """What tells the compiled variants apart."""
+    def variant_key(self, args: tuple) -> tuple:
         pointers = [args[i] for i in self.pointers]
         return (
             pointers[0].get_device(),
@@ -119,33 +121,33 @@ def _in_order(params: list, constants: dict) -> tuple:
     return tuple(constants.get(param.name, param.default) for param in params)
 
 
-_ears = threading.local()
+_thread = threading.local()
 
 
 @contextmanager
-def listening(tell: Callable[[Any, tuple, tuple], None]) -> Iterator[None]:
-    """Inside the block, tell(compiled, grid, args) hears of every launch of this thread by a
-    handle; compiled is None where a launch took the usual way because it has to.
+def observe_launches(notify: Callable[[Any, tuple, tuple], None]) -> Iterator[None]:
+    """Inside the block, notify(compiled, grid, args) is called after every launch that a
+    CachedLauncher makes in this thread. compiled is None if the launch had to go through Triton.
     """
-    _ears.tell = tell
+    _thread.notify = notify
     try:
         yield
     finally:
-        _ears.tell = None
+        _thread.notify = None
 
 
-def _tell(compiled: Any, grid: tuple, args: tuple) -> None:
-    tell = getattr(_ears, "tell", None)
-    if tell is not None:
-        tell(compiled, grid, args)
+def _notify(compiled: Any, grid: tuple, args: tuple) -> None:
+    notify = getattr(_thread, "notify", None)
+    if notify is not None:
+        notify(compiled, grid, args)
 
 
 _HERE = nullcontext()
 
 
 def on_device(q: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device: make that q's."""
+    """Make q's device the current one: Triton launches on the current device."""
     device = q.get_device()  # -1 on the CPU
     if device < 0 or device == torch.cuda.current_device():
-        return _HERE  # a switch to where one is costs 2 us
+        return _HERE  # switching to the current device would cost 2 us
     return torch.cuda.device(device)

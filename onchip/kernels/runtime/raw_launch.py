@@ -1,11 +1,11 @@
-"""A launch with nothing left to work out but addresses: Triton's launcher in C is called with the
-flat arguments that Triton's Python would make of them, descriptors expanded.
+"""Raw launches: call Triton's C launcher with the flat argument list that Triton's Python code
+would build, TMA descriptors expanded. Only addresses are filled in at launch time.
 
-Known are the launchers of Triton 3.6 and 3.9 for NVIDIA; others, and kernels that need scratch
-memory of Triton's own, cannot be flattened: those are launched the usual way.
+Supported: the C launchers of Triton 3.6 and 3.9 for NVIDIA. Other versions, and kernels that need
+Triton's scratch memory, raise RawLaunchUnsupported and are launched through Triton.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# Triton need not be there where types are checked.
+# Triton may be missing where types are checked.
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -14,119 +14,123 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-Place = tuple[int, int]  # a buffer of the call, and how many bytes into it
+BufferOffset = tuple[int, int]  # (index of a buffer of the call, bytes from its start)
 
 
-class Unknown(Exception):
-    """This launch cannot be flattened."""
+class RawLaunchUnsupported(Exception):
+    """This launch must go through Triton."""
 
 
-class Launcher(NamedTuple):
-    """A compiled kernel's launcher in C: launch(*grid, stream, *options, *args), or with the args
-    as one sequence if `nested`. encode(address, *how) makes a TMA descriptor.
+class CLauncher(NamedTuple):
+    """The C launcher of a compiled kernel: launch(*grid, stream, *options, *args), with args as one
+    sequence if `nested`. encode(address, *encoding) makes a TMA descriptor.
     """
 
     launch: Callable
     options: tuple
     nested: bool
     encode: Callable
-    dtypes: dict[int, int]  # of descriptors: the compiler's number to the driver's
-    maps: Sequence[dict]  # how each descriptor of the signature is encoded
-    compiled: Any  # alive: with it goes the code on the device
+    dtypes: dict[int, int]  # dtype of a descriptor: the compiler's number -> the driver's number
+    maps: Sequence[dict]  # the encoding of each descriptor in the signature
+    compiled: Any  # keeps the kernel's code on the device
 
 
-class Flat(NamedTuple):
-    """One launch; `args` has holes for what depends on the addresses of buffers."""
+class RawLaunch(NamedTuple):
+    """One launch. `args` has a hole for each value that depends on a buffer's address."""
 
-    launcher: Launcher
+    launcher: CLauncher
     grid: tuple[int, int, int]
     args: list
     pointers: list[tuple[int, int, int]]  # (hole, buffer, bytes)
-    maps: list[tuple[int, int, int, tuple]]  # and how it is encoded
+    maps: list[tuple[int, int, int, tuple]]  # (hole, buffer, bytes, encoding) of each descriptor
 
     def __call__(self, addresses: list[int], stream: int) -> None:
         launch, options, nested, encode, *_ = self.launcher
         args = self.args.copy()
         for hole, buffer, offset in self.pointers:
             args[hole] = addresses[buffer] + offset
-        for hole, buffer, offset, how in self.maps:
-            args[hole] = encode(addresses[buffer] + offset, *how)
+        for hole, buffer, offset, encoding in self.maps:
+            args[hole] = encode(addresses[buffer] + offset, *encoding)
         if nested:
             launch(*self.grid, stream, *options, args)
         else:
             launch(*self.grid, stream, *options, *args)
 
 
-def flatten(compiled: Any, grid: tuple, args: tuple, place: Callable[[Tensor], Place]) -> Flat:
-    """The launch compiled[grid](*args), of which no tensor is kept. Unknown if that cannot be."""
-    launcher = launcher_of(compiled)
-    flat = Flat(launcher, (*grid, 1, 1)[:3], [], [], [])
+def make_raw_launch(
+    compiled: Any, grid: tuple, args: tuple, locate: Callable[[Tensor], BufferOffset]
+) -> RawLaunch:
+    """The launch compiled[grid](*args), without references to its tensors. Raises
+    RawLaunchUnsupported if it must go through Triton.
+    """
+    launcher = get_c_launcher(compiled)
+    raw_launch = RawLaunch(launcher, (*grid, 1, 1)[:3], [], [], [])
     maps = iter(launcher.maps)
     for arg in args:
         if isinstance(arg, Tensor):
-            flat.pointers.append((len(flat.args), *place(arg)))
-            flat.args.append(None)
+            raw_launch.pointers.append((len(raw_launch.args), *locate(arg)))
+            raw_launch.args.append(None)
         elif arg is None or isinstance(arg, (int, float, str)):
-            flat.args.append(arg)
+            raw_launch.args.append(arg)
         else:
-            how = _encoding(next(maps, None), arg, launcher.dtypes)
-            flat.maps.append((len(flat.args), *place(arg.base), how))
-            flat.args.extend((None, *arg.shape, *arg.strides))
-    return flat
+            encoding = _encoding(next(maps, None), arg, launcher.dtypes)
+            raw_launch.maps.append((len(raw_launch.args), *locate(arg.base), encoding))
+            raw_launch.args.extend((None, *arg.shape, *arg.strides))
+    return raw_launch
 
 
 def _encoding(form: dict | None, arg: Any, dtypes: dict[int, int]) -> tuple:
     special = arg.padding != "zero" or getattr(arg, "round_f32_to_tf32", False)
     if form is None or special or form["fp4_padded"] or form.get("is_im2col"):
-        raise Unknown
+        raise RawLaunchUnsupported
     dtype = dtypes[form["elem_type"]]
     shape, strides = list(arg.shape), list(arg.strides)
     return form["swizzle"], form["elem_size"], dtype, form["block_size"], shape, strides, 0
 
 
-def launcher_of(compiled: Any) -> Launcher:
+def get_c_launcher(compiled: Any) -> CLauncher:
     try:
-        return _find_launcher(compiled)
-    except (AttributeError, KeyError, ImportError) as error:  # not what it is known to be
-        raise Unknown from error
+        return _find_c_launcher(compiled)
+    except (AttributeError, KeyError, ImportError) as error:  # another Triton than 3.6 or 3.9
+        raise RawLaunchUnsupported from error
 
 
-def _find_launcher(compiled: Any) -> Launcher:
+def _find_c_launcher(compiled: Any) -> CLauncher:
     from triton import __version__
     from triton.backends.nvidia import driver
     from triton.runtime import driver as active
 
-    find = _LAUNCHERS[".".join(__version__.split(".")[:2])]
+    find = _C_LAUNCHERS[".".join(__version__.split(".")[:2])]
     run = compiled.run
     needs_scratch = run.global_scratch_size or run.profile_scratch_size
     if type(run) is not driver.CudaLauncher or needs_scratch:
-        raise Unknown
+        raise RawLaunchUnsupported
     return find(compiled, run, active.active.utils, driver)
 
 
-def _launcher_36(compiled: Any, run: Any, utils: Any, driver: Any) -> Launcher:
+def _c_launcher_36(compiled: Any, run: Any, utils: Any, driver: Any) -> CLauncher:
     launch = run.launch
-    if inspect.isfunction(launch):  # what expands descriptors, around the launcher itself
+    if inspect.isfunction(launch):  # a Python wrapper that expands descriptors
         launch = inspect.getclosurevars(launch).nonlocals.get("launcher", launch)
     flags = run.launch_cooperative_grid, run.launch_pdl
     options = (compiled.function, *flags, None, None, compiled.packed_metadata, None, None, None)
     dtypes, maps = driver.TMA_DTYPE_DEVICE_TO_HOST, _maps(compiled)
-    return Launcher(launch, options, False, utils.fill_tma_descriptor, dtypes, maps, compiled)
+    return CLauncher(launch, options, False, utils.fill_tma_descriptor, dtypes, maps, compiled)
 
 
-def _launcher_39(compiled: Any, run: Any, utils: Any, driver: Any) -> Launcher:
+def _c_launcher_39(compiled: Any, run: Any, utils: Any, driver: Any) -> CLauncher:
     if run.gsan_enabled:
-        raise Unknown
+        raise RawLaunchUnsupported
     flags = run.launch_cooperative_grid, run.launch_pdl
     hooks = scratch = (None, None)
     options = (compiled.function, *flags, compiled.packed_metadata, None, *hooks, *scratch)
     options += (run.arg_annotations, run.kernel_signature)
     dtypes, maps = driver.TMA_DTYPE_DEVICE_TO_HOST, _maps(compiled)
     encode = utils.fill_tma_descriptor_tiled
-    return Launcher(utils.launch, options, True, encode, dtypes, maps, compiled)
+    return CLauncher(utils.launch, options, True, encode, dtypes, maps, compiled)
 
 
-_LAUNCHERS = {"3.6": _launcher_36, "3.9": _launcher_39}
+_C_LAUNCHERS = {"3.6": _c_launcher_36, "3.9": _c_launcher_39}
 
 
 def _maps(compiled: Any) -> Sequence[dict]:
@@ -134,19 +138,19 @@ def _maps(compiled: Any) -> Sequence[dict]:
 
 
 class Runtime(NamedTuple):
-    """What Triton knows when kernels are launched."""
+    """Triton's launch hooks and its lookup of the current stream."""
 
     knobs: Any
-    stream_of: Callable[[int], int]  # the current one of a device
+    stream_of: Callable[[int], int]  # device index -> raw handle of its current stream
 
     @property
     def is_hooked(self) -> bool:
-        """Whether somebody wants to hear of launches, a profiler: flat ones tell nobody."""
+        """Whether a launch hook is set, by a profiler for example: raw launches call no hooks."""
         knobs = self.knobs
-        return _listens(knobs.launch_enter_hook) or _listens(knobs.launch_exit_hook)
+        return _has_hook(knobs.launch_enter_hook) or _has_hook(knobs.launch_exit_hook)
 
 
-def _listens(hook: Any) -> bool:
+def _has_hook(hook: Any) -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 

@@ -1,6 +1,23 @@
-"""The backward in Triton: p is recomputed from lse, tile by tile, twice. One kernel owns tiles of
-keys and sums dk and dv over the queries, another owns tiles of queries and sums dq over the keys.
-Nothing is added atomically: results are the same bit by bit, run after run.
+"""The backward in Triton: three kernels, each of which recomputes p = exp2(s - lse) tile by tile.
+
+    delta_kernel    out, dout, lse  ->  delta = rowsum(out * dout) - dlse,  lse in log2 units
+    dkdv_kernel     one program per tile of keys     loops over queries:  dv += p^T dout
+                                                                          dk += ds^T q
+    dq_kernel       one program per tile of queries  loops over keys:     dq += ds k
+
+           q0   q1   q2             ds = p * (dp - delta),  dp = dout v^T
+      k0  mask full full   <- dkdv program of k0 runs down this row
+      k1       mask full      dq program of q2 runs down the column of q2
+      k2            mask
+
+Worked shape: batch 1, one head, 300 tokens, tiles of 128, causal. dkdv: 3 programs; k0 visits q0
+masked, then q1 and q2. dq: 3 programs; q2 visits k0 and k1 unmasked, then k2 masked. Every visible
+tile of scores is computed twice, once per kernel.
+
+No atomics: every output element is summed by one program in a fixed order, so results are bitwise
+reproducible. With grouped heads a dkdv program sums over the query heads of its group.
+
+The loop is that of the forward: examples/versions/v2.py.
 """
 
 import triton
@@ -9,34 +26,34 @@ from torch import Tensor
 
 from onchip.core.backend import Grads, grad_dtype, sink_gradient
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.runtime.launcher import CachedLauncher
 from onchip.kernels.triton.bias import bias_gradient
-from onchip.kernels.triton.launch import LENGTHS, Call, launch_options, packed
+from onchip.kernels.triton.launch import LENGTHS, LaunchArgs, launch_options, make_contiguous
 from onchip.kernels.triton.tile import (
     LN2,
     LOG2E,
     Band,
     Dropout,
-    Lists,
-    Places,
-    Score,
+    MaskLists,
+    ScoreMods,
+    TokenPositions,
+    apply_score_mods,
     dot,
-    kept,
+    draw_keep_mask,
+    get_masked_tile,
+    get_unmasked_tile,
+    head_offset,
+    head_ptr,
+    is_visible,
     load_rows,
+    load_sequence,
     load_tile,
-    masked_tile,
-    matrix,
-    plane_of,
-    program_place,
-    result_matrix,
-    rounded,
+    locate_program,
+    result_ptr,
+    round_to,
     row_offset,
     score_gradient,
-    scores,
-    sequence_of,
     store_tile,
-    unmasked_tile,
-    visible,
     walk_tiles,
 )
 
@@ -48,8 +65,8 @@ def delta_kernel(
     HEAD_DIM_V: tl.constexpr,
     PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(out * dout) - dlse, and lse in log2 units, for exp2(s - lse): 0 for a row that
-    has seen nothing, whose s is -inf throughout. Rows come in the order of out.
+    """delta = rowsum(out * dout) - dlse, and lse in log2 units, for exp2(s - lse). lse is 0 for a
+    row that saw no key: all its s are -inf, so p = 0. Rows are in the order of out.
     """
     row = tl.program_id(0).to(tl.int64) * TILE_M
     out = load_tile(out_ptr, row, num_rows, HEAD_DIM_V, HEAD_DIM_V, TILE_M, PAD_DIM_V, True)
@@ -70,7 +87,7 @@ def delta_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, bias_ptr, seed_ptr,
-    places_q_ptr, places_k_ptr,
+    positions_q_ptr, positions_k_ptr,
     full_offsets_ptr, full_indices_ptr, partial_offsets_ptr, partial_indices_ptr,
     partial_tiles_ptr, tiles_ptr, lse_ptr, delta_ptr, dout_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
@@ -82,23 +99,24 @@ def dkdv_kernel(
     ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of TILE_N keys of one head, summed over the queries of its group. Scores are
-    transposed, (TILE_N, TILE_M), so that p and ds feed the next product from registers.
+    """dk and dv of TILE_N keys of one kv head, summed over the query heads of its group. Scores are
+    transposed, (TILE_N, TILE_M): p and ds are then in registers the left operand of the next
+    product.
     """
     num_kv_heads = num_heads // group_size
     row_q, row_k, row_v = stride_qs * ALIGN, stride_ks * ALIGN, stride_vs * ALIGN
-    tile, kv, b = program_place(num_tiles, num_kv_heads, False)
-    at = sequence_of(cu_q_ptr, cu_k_ptr, total_q, total_k, b)
+    tile, kv, b = locate_program(num_tiles, num_kv_heads, False)
+    at = load_sequence(cu_q_ptr, cu_k_ptr, total_q, total_k, b)
     n0 = tile * TILE_N
     if n0 >= at.seqlen_k:
         return
     band, mirrored = Band(left, right), Band(right, left)
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
-    places = Places(places_q_ptr, places_k_ptr, total_q)
+    positions = TokenPositions(positions_q_ptr, positions_k_ptr, total_q)
     unit = scale_log2 if LINEAR else 1.0
 
-    k_ptr = matrix(k_ptr, at.entry, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
-    v_ptr = matrix(v_ptr, at.entry, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
+    k_ptr = head_ptr(k_ptr, at.entry, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
+    v_ptr = head_ptr(v_ptr, at.entry, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
     k = load_tile(k_ptr, n0, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, True)
     v = load_tile(v_ptr, n0, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
     rows, j = tl.arange(0, TILE_M), n0 + tl.arange(0, TILE_N)[:, None]
@@ -107,55 +125,55 @@ def dkdv_kernel(
     stride_do = num_heads * HEAD_DIM_V
     for g in range(group_size):
         h = kv * group_size + g
-        lists = Lists(
+        lists = MaskLists(
             full_offsets_ptr, full_indices_ptr, partial_offsets_ptr, partial_indices_ptr,
             partial_tiles_ptr, tiles_ptr, b * stride_mask_b + h * stride_mask_h,
         )  # fmt: skip
         slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
-        plane = plane_of(b, h, stride_bias_b, stride_bias_h)
-        score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, places)
-        dropout = Dropout(seed, keep_below, b, first_head + h, places)
-        q_h = matrix(q_ptr, at.entry, at.start_q, h, stride_qb, stride_qs, stride_qh, ALIGN)
-        dout_h = result_matrix(dout_ptr, at.entry, at.start_q, h, total_q, num_heads, HEAD_DIM_V)
+        plane = head_offset(b, h, stride_bias_b, stride_bias_h)
+        score = ScoreMods(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, positions)
+        dropout = Dropout(seed, keep_below, b, first_head + h, positions)
+        q_h = head_ptr(q_ptr, at.entry, at.start_q, h, stride_qb, stride_qs, stride_qh, ALIGN)
+        dout_h = result_ptr(dout_ptr, at.entry, at.start_q, h, total_q, num_heads, HEAD_DIM_V)
         lse_h = lse_ptr + row_offset(at, h, num_heads, total_q)
         delta_h = delta_ptr + row_offset(at, h, num_heads, total_q)
         walk = walk_tiles(mirrored, lists, n0, n0 + TILE_N, at.seqlen_k, at.seqlen_q, TILE_M)
         for t in range(walk.num_unmasked):  # every key visible to every row
-            m = unmasked_tile(walk, lists, t, TILE_M)
+            m = get_unmasked_tile(walk, lists, t, TILE_M)
             q = load_tile(q_h, m, at.seqlen_q, row_q, HEAD_DIM, TILE_M, PAD_DIM, False)
             do = load_tile(dout_h, m, at.seqlen_q, stride_do, HEAD_DIM_V, TILE_M, PAD_DIM_V, False)
             lse = load_rows(lse_h, m, at.seqlen_q, TILE_M, False)
             delta = load_rows(delta_h, m, at.seqlen_q, TILE_M, False)
             s = dot(k, tl.trans(q), None)
-            s, bend = scores(score, s, at, (m + rows)[None, :], j, LINEAR)
+            s, softcap_grad = apply_score_mods(score, s, at, (m + rows)[None, :], j, LINEAR)
             keep = None
             if seed is not None:
-                keep = kept(dropout, at, m + rows, n0, TILE_M, TILE_N, True)
+                keep = draw_keep_mask(dropout, at, m + rows, n0, TILE_M, TILE_N, True)
             dp = dot(v, tl.trans(do), None)
             p, ds = score_gradient(s, dp, lse[None, :], delta[None, :], keep, unit, keep_scale)
-            dv = dot(rounded(p, do.dtype), do, dv)
-            dk = dot(rounded(ds * bend, q.dtype), q, dk)
-        for t in range(walk.num_masked):  # tiles cut by the diagonal, the window, the mask, the end
-            m, bits = masked_tile(walk, lists, t, TILE_M)
+            dv = dot(round_to(p, do.dtype), do, dv)
+            dk = dot(round_to(ds * softcap_grad, q.dtype), q, dk)
+        for t in range(walk.num_masked):  # cut by the diagonal, the window, the mask or the end
+            m, bits = get_masked_tile(walk, lists, t, TILE_M)
             q = load_tile(q_h, m, at.seqlen_q, row_q, HEAD_DIM, TILE_M, PAD_DIM, True)
             do = load_tile(dout_h, m, at.seqlen_q, stride_do, HEAD_DIM_V, TILE_M, PAD_DIM_V, True)
             lse = load_rows(lse_h, m, at.seqlen_q, TILE_M, True)
             delta = load_rows(delta_h, m, at.seqlen_q, TILE_M, True)
             s = dot(k, tl.trans(q), None)
-            s, bend = scores(score, s, at, (m + rows)[None, :], j, LINEAR)
+            s, softcap_grad = apply_score_mods(score, s, at, (m + rows)[None, :], j, LINEAR)
             inside = (m + rows < at.seqlen_q)[None, :]
-            seen = visible(at, band, lists, bits, (m + rows)[None, :], j, n0, inside, TILE_N)
+            seen = is_visible(at, band, lists, bits, (m + rows)[None, :], j, n0, inside, TILE_N)
             s = tl.where(seen, s, float("-inf"))
             keep = None
             if seed is not None:
-                keep = kept(dropout, at, m + rows, n0, TILE_M, TILE_N, True)
+                keep = draw_keep_mask(dropout, at, m + rows, n0, TILE_M, TILE_N, True)
             dp = dot(v, tl.trans(do), None)
             p, ds = score_gradient(s, dp, lse[None, :], delta[None, :], keep, unit, keep_scale)
-            dv = dot(rounded(p, do.dtype), do, dv)
-            dk = dot(rounded(ds * bend, q.dtype), q, dk)
+            dv = dot(round_to(p, do.dtype), do, dv)
+            dk = dot(round_to(ds * softcap_grad, q.dtype), q, dk)
 
-    dk_ptr = result_matrix(dk_ptr, at.entry, at.start_k, kv, total_k, num_kv_heads, HEAD_DIM)
-    dv_ptr = result_matrix(dv_ptr, at.entry, at.start_k, kv, total_k, num_kv_heads, HEAD_DIM_V)
+    dk_ptr = result_ptr(dk_ptr, at.entry, at.start_k, kv, total_k, num_kv_heads, HEAD_DIM)
+    dv_ptr = result_ptr(dv_ptr, at.entry, at.start_k, kv, total_k, num_kv_heads, HEAD_DIM_V)
     stride_dk, stride_dv = num_kv_heads * HEAD_DIM, num_kv_heads * HEAD_DIM_V
     dk, dv = dk * (scale_log2 * LN2), dv * keep_scale
     store_tile(dk_ptr, dk, n0, at.seqlen_k, stride_dk, HEAD_DIM, TILE_N, PAD_DIM)
@@ -165,7 +183,7 @@ def dkdv_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, bias_ptr, seed_ptr,
-    places_q_ptr, places_k_ptr,
+    positions_q_ptr, positions_k_ptr,
     full_offsets_ptr, full_indices_ptr, partial_offsets_ptr, partial_indices_ptr,
     partial_tiles_ptr, tiles_ptr, lse_ptr, delta_ptr, dout_ptr, dq_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
@@ -177,31 +195,31 @@ def dq_kernel(
     ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """dq of TILE_M queries of one head: the walk of the forward."""
-    tile, h, b = program_place(num_tiles, num_heads, right is not None)
-    at = sequence_of(cu_q_ptr, cu_k_ptr, total_q, total_k, b)
+    """dq of TILE_M queries of one head, with the loop of the forward."""
+    tile, h, b = locate_program(num_tiles, num_heads, right is not None)
+    at = load_sequence(cu_q_ptr, cu_k_ptr, total_q, total_k, b)
     m0 = tile * TILE_M
     if m0 >= at.seqlen_q:
         return
     band = Band(left, right)
-    lists = Lists(
+    lists = MaskLists(
         full_offsets_ptr, full_indices_ptr, partial_offsets_ptr, partial_indices_ptr,
         partial_tiles_ptr, tiles_ptr, b * stride_mask_b + h * stride_mask_h,
     )  # fmt: skip
     slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
-    plane = plane_of(b, h, stride_bias_b, stride_bias_h)
-    places = Places(places_q_ptr, places_k_ptr, total_q)
-    score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, places)
+    plane = head_offset(b, h, stride_bias_b, stride_bias_h)
+    positions = TokenPositions(positions_q_ptr, positions_k_ptr, total_q)
+    score = ScoreMods(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, positions)
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
-    dropout = Dropout(seed, keep_below, b, first_head + h, places)
+    dropout = Dropout(seed, keep_below, b, first_head + h, positions)
     unit = scale_log2 if LINEAR else 1.0
 
     kv = h // group_size
     row_q, row_k, row_v = stride_qs * ALIGN, stride_ks * ALIGN, stride_vs * ALIGN
-    q_ptr = matrix(q_ptr, at.entry, at.start_q, h, stride_qb, stride_qs, stride_qh, ALIGN)
-    k_ptr = matrix(k_ptr, at.entry, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
-    v_ptr = matrix(v_ptr, at.entry, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
-    dout_ptr = result_matrix(dout_ptr, at.entry, at.start_q, h, total_q, num_heads, HEAD_DIM_V)
+    q_ptr = head_ptr(q_ptr, at.entry, at.start_q, h, stride_qb, stride_qs, stride_qh, ALIGN)
+    k_ptr = head_ptr(k_ptr, at.entry, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
+    v_ptr = head_ptr(v_ptr, at.entry, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
+    dout_ptr = result_ptr(dout_ptr, at.entry, at.start_q, h, total_q, num_heads, HEAD_DIM_V)
     first = row_offset(at, h, num_heads, total_q)
     q = load_tile(q_ptr, m0, at.seqlen_q, row_q, HEAD_DIM, TILE_M, PAD_DIM, True)
     stride_do = num_heads * HEAD_DIM_V
@@ -213,91 +231,99 @@ def dq_kernel(
     dq = tl.zeros([TILE_M, PAD_DIM], tl.float32)
     walk = walk_tiles(band, lists, m0, m0 + TILE_M, at.seqlen_q, at.seqlen_k, TILE_N)
     for t in range(walk.num_unmasked):  # every key visible to every row
-        n = unmasked_tile(walk, lists, t, TILE_N)
+        n = get_unmasked_tile(walk, lists, t, TILE_N)
         k = load_tile(k_ptr, n, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, False)
         v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
         s = dot(q, tl.trans(k), None)
-        s, bend = scores(score, s, at, i, (n + keys)[None, :], LINEAR)
-        keep = kept(dropout, at, rows, n, TILE_M, TILE_N, False) if seed is not None else None
+        s, softcap_grad = apply_score_mods(score, s, at, i, (n + keys)[None, :], LINEAR)
+        keep = (
+            draw_keep_mask(dropout, at, rows, n, TILE_M, TILE_N, False)
+            if seed is not None
+            else None
+        )
         dp = dot(do, tl.trans(v), None)
         _, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
-        dq = dot(rounded(ds * bend, k.dtype), k, dq)
-    for t in range(walk.num_masked):  # tiles cut by the diagonal, the window, the mask or the end
-        n, bits = masked_tile(walk, lists, t, TILE_N)
+        dq = dot(round_to(ds * softcap_grad, k.dtype), k, dq)
+    for t in range(walk.num_masked):  # cut by the diagonal, the window, the mask or the end
+        n, bits = get_masked_tile(walk, lists, t, TILE_N)
         k = load_tile(k_ptr, n, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, True)
         v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
         s = dot(q, tl.trans(k), None)
-        s, bend = scores(score, s, at, i, (n + keys)[None, :], LINEAR)
+        s, softcap_grad = apply_score_mods(score, s, at, i, (n + keys)[None, :], LINEAR)
         inside = (n + keys < at.seqlen_k)[None, :]
-        seen = visible(at, band, lists, bits, i, (n + keys)[None, :], n, inside, TILE_N)
+        seen = is_visible(at, band, lists, bits, i, (n + keys)[None, :], n, inside, TILE_N)
         s = tl.where(seen, s, float("-inf"))
-        keep = kept(dropout, at, rows, n, TILE_M, TILE_N, False) if seed is not None else None
+        keep = (
+            draw_keep_mask(dropout, at, rows, n, TILE_M, TILE_N, False)
+            if seed is not None
+            else None
+        )
         dp = dot(do, tl.trans(v), None)
         _, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
-        dq = dot(rounded(ds * bend, k.dtype), k, dq)
+        dq = dot(round_to(ds * softcap_grad, k.dtype), k, dq)
 
-    dq_ptr = result_matrix(dq_ptr, at.entry, at.start_q, h, total_q, num_heads, HEAD_DIM)
+    dq_ptr = result_ptr(dq_ptr, at.entry, at.start_q, h, total_q, num_heads, HEAD_DIM)
     dq = dq * (scale_log2 * LN2)
     store_tile(dq_ptr, dq, m0, at.seqlen_q, num_heads * HEAD_DIM, HEAD_DIM, TILE_M, PAD_DIM)
 
 
-_delta_kernel = Handle(delta_kernel)
-_dkdv_kernel = Handle(dkdv_kernel)
-_dq_kernel = Handle(dq_kernel)
+_delta_kernel = CachedLauncher(delta_kernel)
+_dkdv_kernel = CachedLauncher(dkdv_kernel)
+_dq_kernel = CachedLauncher(dq_kernel)
 
 
 def backward(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
-    call = Call.of(problem, x)
-    delta, lse_log2 = _delta(call, out, lse, dout, dlse)
+    args = LaunchArgs.of(problem, x)
+    delta, lse_log2 = _delta(args, out, lse, dout, dlse)
     saved = (lse_log2, delta, dout.to(problem.dtype))
-    dk, dv = _dkdv(problem, call, x, saved)
-    dq = _dq(problem, call, x, saved)
-    dbias = None if x.bias is None else bias_gradient(problem, call, saved)
+    dk, dv = _dkdv(problem, args, x, saved)
+    dq = _dq(problem, args, x, saved)
+    dbias = None if x.bias is None else bias_gradient(problem, args, saved)
     dsinks = None if x.sinks is None else sink_gradient(x.sinks, lse, delta)
     return Grads(dq, dk, dv, dbias, dsinks)
 
 
 def _delta(
-    call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    args: LaunchArgs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    config = call.config("delta")
+    config = args.config("delta")
     delta, lse_log2 = lse.new_empty(2, *lse.shape)
     if lse.numel():
         _delta_kernel[(triton.cdiv(lse.numel(), config.tile_m),)](
-            out, dout, lse, packed(dlse), delta, lse_log2,
+            out, dout, lse, make_contiguous(dlse), delta, lse_log2,
             out.shape[-2], out.shape[-3], lse.numel(),
-            HEAD_DIM_V=call.dims[1], PAD_DIM_V=call.dims[5], TILE_M=config.tile_m,
+            HEAD_DIM_V=args.dims[1], PAD_DIM_V=args.dims[5], TILE_M=config.tile_m,
             **launch_options(config),
         )  # fmt: skip
     return delta, lse_log2
 
 
-def _dkdv(problem: Problem, call: Call, x: Tensors, saved: tuple) -> tuple[Tensor, Tensor]:
+def _dkdv(problem: Problem, args: LaunchArgs, x: Tensors, saved: tuple) -> tuple[Tensor, Tensor]:
     wide = grad_dtype(problem)
     dk, dv = x.k.new_empty(x.k.shape, dtype=wide), x.v.new_empty(x.v.shape, dtype=wide)
-    config = call.config("dkdv")
+    config = args.config("dkdv")
     num_tiles = triton.cdiv(problem.seqlen_k, config.tile_n)
     grid = num_tiles * problem.num_kv_heads * problem.batch
     if grid:
         _dkdv_kernel[(grid,)](
-            *call.tensors, *call.cols, *saved, dk, dv,
-            *call.strides, *call.col_strides, *call.scalars, num_tiles,
-            *call.dims, TILE_M=config.tile_m, TILE_N=config.tile_n, **launch_options(config),
+            *args.tensors, *args.cols, *saved, dk, dv,
+            *args.strides, *args.col_strides, *args.scalars, num_tiles,
+            *args.dims, TILE_M=config.tile_m, TILE_N=config.tile_n, **launch_options(config),
         )  # fmt: skip
     return dk, dv
 
 
-def _dq(problem: Problem, call: Call, x: Tensors, saved: tuple) -> Tensor:
+def _dq(problem: Problem, args: LaunchArgs, x: Tensors, saved: tuple) -> Tensor:
     dq = x.q.new_empty(x.q.shape, dtype=grad_dtype(problem))
-    config = call.config("dq")
+    config = args.config("dq")
     num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
     grid = num_tiles * problem.num_heads * problem.batch
     if grid:
         _dq_kernel[(grid,)](
-            *call.tensors, *call.rows, *saved, dq,
-            *call.strides, *call.row_strides, *call.scalars, num_tiles,
-            *call.dims, TILE_M=config.tile_m, TILE_N=config.tile_n, **launch_options(config),
+            *args.tensors, *args.rows, *saved, dq,
+            *args.strides, *args.row_strides, *args.scalars, num_tiles,
+            *args.dims, TILE_M=config.tile_m, TILE_N=config.tile_n, **launch_options(config),
         )  # fmt: skip
     return dq

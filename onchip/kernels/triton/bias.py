@@ -1,5 +1,22 @@
-"""The gradient of the bias in Triton: a program owns a tile of the bias and sums ds over everything
-that the bias broadcast over, in a fixed order.
+"""The gradient of the bias in Triton: one program per tile of the bias and part of the sum.
+
+    bias (1, heads, 1, 300), broadcast over batch and queries:
+
+      tile of keys      k0 (128)   k1 (128)   k2 (44)
+      part 0            p0         p1         p2        sums ds over its (entry, query tile)s
+      part 1            p3         p4         p5
+                         |          |          |
+                        parts.sum(0)  ->  dbias (fp32)
+
+A program sums ds = p (dp - delta) over num_summed of the (batch entry, head, tile of queries) in
+which the bias broadcasts, in a fixed order. If the bias has few tiles, the sum is split into parts,
+so that there are enough programs; the number of parts depends only on shapes.
+
+Worked shape: batch 1, one head, 300 queries and keys, tiles of 128, bias (1, 1, 300, 300). 9 tiles
+of the bias, nothing is summed: 9 programs, 1 part. With bias (1, 1, 1, 300): 3 tiles of keys in
+3 parts of one tile of queries each, 9 programs, and one sum over the parts.
+
+p is recomputed as in backward.py; the forward loop is taught in examples/versions/v2.py.
 """
 
 import math
@@ -10,38 +27,38 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.core.problem import Problem
-from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.runtime.launcher import CachedLauncher
 from onchip.kernels.tiles import BIAS_PROGRAMS
-from onchip.kernels.triton.launch import LENGTHS, Call, launch_options
+from onchip.kernels.triton.launch import LENGTHS, LaunchArgs, launch_options
 from onchip.kernels.triton.tile import (
     BLOCK,
     EMPTY,
     Band,
     Dropout,
-    Lists,
-    Places,
-    Score,
-    bits_of,
+    MaskLists,
+    ScoreMods,
+    TokenPositions,
+    apply_score_mods,
+    crosses_band,
     dot,
-    kept,
+    draw_keep_mask,
+    find_block_bits,
+    head_offset,
+    head_ptr,
+    is_visible,
     load_rows,
+    load_sequence,
     load_tile,
-    matrix,
-    plane_of,
-    reaches,
-    result_matrix,
+    result_ptr,
     row_offset,
     score_gradient,
-    scores,
-    sequence_of,
-    visible,
 )
 
 
 @triton.jit(do_not_specialize=(*LENGTHS, "batch", "num_tiles_q", "num_tiles_k", "num_summed"))
 def dbias_kernel(
     q_ptr, k_ptr, v_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, bias_ptr, seed_ptr,
-    places_q_ptr, places_k_ptr,
+    positions_q_ptr, positions_k_ptr,
     full_offsets_ptr, full_indices_ptr, partial_offsets_ptr, partial_indices_ptr,
     partial_tiles_ptr, tiles_ptr, lse_ptr, delta_ptr, dout_ptr, parts_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
@@ -53,8 +70,8 @@ def dbias_kernel(
     ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, PER_ENTRY: tl.constexpr,
     PER_HEAD: tl.constexpr, PER_QUERY: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """One part of dbias for one tile of the bias. A part sums num_summed of the (entry, head, tile
-    of queries) that the bias has no place of its own for.
+    """One part of dbias for one tile of the bias: the sum over num_summed of the (entry, head, tile
+    of queries) in which the bias broadcasts.
     """
     entries, heads = batch if PER_ENTRY else 1, num_heads if PER_HEAD else 1
     tiles = num_tiles_q if PER_QUERY else 1
@@ -64,7 +81,7 @@ def dbias_kernel(
     tile, head, entry, part = _digits(pid // num_tiles_k, tiles, heads, entries)
     band = Band(left, right)
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
-    places = Places(places_q_ptr, places_k_ptr, total_q)
+    positions = TokenPositions(positions_q_ptr, positions_k_ptr, total_q)
     unit = scale_log2 if LINEAR else 1.0
     keys = n0 + tl.arange(0, TILE_N)
     dbias = tl.zeros([TILE_M, TILE_N], tl.float32)
@@ -72,20 +89,20 @@ def dbias_kernel(
     for c in range(part * num_summed, tl.minimum((part + 1) * num_summed, stop)):
         tile_c, h, b, rest = _digits(c, num_tiles_q // tiles, num_heads // heads, batch)
         m0, h, b = (tile + tile_c) * TILE_M, head + h, entry + b
-        at = sequence_of(cu_q_ptr, cu_k_ptr, total_q, total_k, b)
-        lists = Lists(
+        at = load_sequence(cu_q_ptr, cu_k_ptr, total_q, total_k, b)
+        lists = MaskLists(
             full_offsets_ptr, full_indices_ptr, partial_offsets_ptr, partial_indices_ptr,
             partial_tiles_ptr, tiles_ptr, b * stride_mask_b + h * stride_mask_h,
         )  # fmt: skip
-        bits = bits_of(lists, m0 // BLOCK, n0 // BLOCK)
-        if reaches(at, band, m0, n0, TILE_M, TILE_N) & (bits != EMPTY):
+        bits = find_block_bits(lists, m0 // BLOCK, n0 // BLOCK)
+        if crosses_band(at, band, m0, n0, TILE_M, TILE_N) & (bits != EMPTY):
             slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
-            plane = plane_of(b, h, stride_bias_b, stride_bias_h)
-            score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, places)
-            q_h = matrix(q_ptr, b, 0, h, stride_qb, stride_qs, stride_qh, ALIGN)
-            k_h = matrix(k_ptr, b, 0, h // group_size, stride_kb, stride_ks, stride_kh, ALIGN)
-            v_h = matrix(v_ptr, b, 0, h // group_size, stride_vb, stride_vs, stride_vh, ALIGN)
-            do_h = result_matrix(dout_ptr, b, 0, h, total_q, num_heads, HEAD_DIM_V)
+            plane = head_offset(b, h, stride_bias_b, stride_bias_h)
+            score = ScoreMods(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, positions)
+            q_h = head_ptr(q_ptr, b, 0, h, stride_qb, stride_qs, stride_qh, ALIGN)
+            k_h = head_ptr(k_ptr, b, 0, h // group_size, stride_kb, stride_ks, stride_kh, ALIGN)
+            v_h = head_ptr(v_ptr, b, 0, h // group_size, stride_vb, stride_vs, stride_vh, ALIGN)
+            do_h = result_ptr(dout_ptr, b, 0, h, total_q, num_heads, HEAD_DIM_V)
             q = load_tile(q_h, m0, total_q, row_q, HEAD_DIM, TILE_M, PAD_DIM, True)
             k = load_tile(k_h, n0, total_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, True)
             v = load_tile(v_h, n0, total_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
@@ -97,12 +114,16 @@ def dbias_kernel(
             rows = m0 + tl.arange(0, TILE_M)
             i, j = rows[:, None], keys[None, :]
             s = dot(q, tl.trans(k), None)
-            s, bend = scores(score, s, at, i, j, LINEAR)
+            s, softcap_grad = apply_score_mods(score, s, at, i, j, LINEAR)
             inside = (rows < total_q)[:, None] & (keys < total_k)[None, :]
-            seen = visible(at, band, lists, bits, i, j, n0, inside, TILE_N)
+            seen = is_visible(at, band, lists, bits, i, j, n0, inside, TILE_N)
             s = tl.where(seen, s, float("-inf"))
-            dropout = Dropout(seed, keep_below, b, first_head + h, places)
-            keep = kept(dropout, at, rows, n0, TILE_M, TILE_N, False) if seed is not None else None
+            dropout = Dropout(seed, keep_below, b, first_head + h, positions)
+            keep = (
+                draw_keep_mask(dropout, at, rows, n0, TILE_M, TILE_N, False)
+                if seed is not None
+                else None
+            )
             dp = dot(do, tl.trans(v), None)
             p, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
             dbias += ds
@@ -119,21 +140,19 @@ def dbias_kernel(
 
 @triton.jit
 def _digits(x, a, b, c):
-    """x in the mixed radix (a, b, c), lowest digit first, and what is left."""
+    """x in the mixed radix (a, b, c), lowest digit first, and the quotient."""
     return x % a, x // a % b, x // a // b % c, x // a // b // c
 
 
-_dbias_kernel = Handle(dbias_kernel)
+_dbias_kernel = CachedLauncher(dbias_kernel)
 
 
-def bias_gradient(problem: Problem, call: Call, saved: tuple) -> Tensor:
-    """dbias in fp32. Where the bias has few tiles, the sum over all else is cut into parts, so that
-    there are programs enough; their number depends on shapes alone.
-    """
-    bias = call.tensors[6]
+def bias_gradient(problem: Problem, args: LaunchArgs, saved: tuple) -> Tensor:
+    """dbias in fp32."""
+    bias = args.tensors[6]
     if not saved[0].numel() or not bias.numel():
         return bias.new_zeros(bias.shape, dtype=torch.float32)
-    config = call.config("dbias")
+    config = args.config("dbias")
     tiles_q = triton.cdiv(problem.seqlen_q, config.tile_m)
     tiles_k = triton.cdiv(problem.seqlen_k, config.tile_n)
     per = tuple(n > 1 for n in bias.shape[:3])
@@ -144,9 +163,9 @@ def bias_gradient(problem: Problem, call: Call, saved: tuple) -> Tensor:
     num_parts = triton.cdiv(summed, num_summed)
     parts = bias.new_empty(num_parts, *bias.shape, dtype=torch.float32)
     _dbias_kernel[(num_parts * own * tiles_k,)](
-        *call.tensors, *call.rows, *saved, parts,
-        *call.strides, *call.row_strides, *call.scalars,
+        *args.tensors, *args.rows, *saved, parts,
+        *args.strides, *args.row_strides, *args.scalars,
         problem.batch, tiles_q, tiles_k, num_summed,
-        *call.dims, *per, TILE_M=config.tile_m, TILE_N=config.tile_n, **launch_options(config),
+        *args.dims, *per, TILE_M=config.tile_m, TILE_N=config.tile_n, **launch_options(config),
     )  # fmt: skip
     return parts[0] if num_parts == 1 else parts.sum(0)

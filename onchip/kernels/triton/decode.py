@@ -1,8 +1,27 @@
-"""Few queries over many keys, and keys that lie in pages: the query heads of a group share one tile
-of rows, and the keys of a sequence are split over programs, whose states one merge folds.
+"""Few queries over many keys (decoding), and paged keys: split-KV with one merge.
 
-Keys are read once and multiplied little, so that memory sets the pace: one loop loads every tile
-behind a mask, because a second loop would drain the pipeline of loads between the two.
+    query heads of one kv head     keys of one sequence, in pages or contiguous
+
+      h0 h1 h2 h3  x  query        | split 0      | split 1      | split 2 |
+      = 4 rows of one tile              |              |             |
+                                    decode_kernel  decode_kernel  decode_kernel   one program each
+                                        |              |             |
+                                     slot 0         slot 1        slot 2          fp32 state, lse
+                                        +------- merge_kernel -------+            out, lse
+
+The query heads of a group share one tile of rows, so that each key is read once per group. Keys of
+a sequence are split over programs (splits.py); merge.py merges their states. A sequence that is not
+split stores its result directly.
+
+Keys are read once and multiplied with few rows, so memory bandwidth is the limit. One loop loads
+every tile with a mask: a second loop for the masked tiles would drain the pipeline of loads between
+the two loops.
+
+Worked shape: batch 1, 300 tokens in pages of 16, one query, 4 query heads on one kv head, tile 128:
+rows 0 to 3 of a tile of 16, key tiles at 0, 128 and 256 (44 keys in use), 8 page ids per full tile.
+
+With programmatic dependent launch (PDL), each kernel waits for its predecessor before its first
+load. The teaching version of the loop is examples/versions/v2.py.
 """
 
 from dataclasses import replace
@@ -18,8 +37,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from onchip.core.backend import Result, Stats, empty_result, scale_strides
 from onchip.core.problem import Problem, Tensors
 from onchip.cost.hardware import HOST, Hardware, planned_for
-from onchip.cost.splits import Part, Tiles, choose, choose_unseen
-from onchip.kernels.runtime.launcher import Handle
+from onchip.cost.splits import SplitTiles, TileWork, choose, choose_for_unknown_lengths
+from onchip.kernels.runtime.launcher import CachedLauncher
 from onchip.kernels.tiles import (
     DECODE_ROWS,
     FIXED_KEYS,
@@ -27,62 +46,62 @@ from onchip.kernels.tiles import (
     TRITON_SHORT_KEYS,
     TritonConfig,
 )
-from onchip.kernels.triton.eight import (
-    Scales,
-    as_words,
-    fold_words,
-    load_halves,
+from onchip.kernels.triton.kv8 import (
+    PageScales,
+    as_packed_pairs,
+    fold_tile_kv8,
+    interleave_acc,
+    load_queries_kv8,
     load_scales,
-    products,
-    whole,
+    scores_kv8,
 )
 from onchip.kernels.triton.launch import (
     LENGTHS,
     MIN_E4M3,
-    Call,
+    LaunchArgs,
     dependent_options,
-    packed,
+    make_contiguous,
     padded,
 )
 from onchip.kernels.triton.merge import merge_kernel
-from onchip.kernels.triton.splits import RECORD, Cut, Lengths, unit_of
+from onchip.kernels.triton.splits import RECORD, SequenceLengths, SplitPlan, unit_of
 from onchip.kernels.triton.tile import (
     FULL,
     LN2,
     LOG2E,
     Band,
-    Lists,
-    Places,
-    Score,
+    MaskLists,
+    ScoreMods,
+    TokenPositions,
     add_sink,
+    apply_score_mods,
     dot,
     empty_state,
     fold_tile,
-    matrix,
+    head_ptr,
+    is_visible,
     max_logit,
-    rounded,
-    scores,
-    visible,
+    round_to,
 )
 
 
-class Pages(NamedTuple):
-    """The row of the page table of one sequence, or None where its keys lie side by side."""
+class PageTableRow(NamedTuple):
+    """One sequence's row of the page table; table is None if keys are contiguous."""
 
     table: tl.tensor
     num_pages: tl.tensor
 
 
-class Rows(NamedTuple):
-    """The rows of a tile: their queries, their heads, and which of them there are."""
+class TileRows(NamedTuple):
+    """The rows of a tile: query index, head, and whether the row exists."""
 
     i: tl.tensor
     h: tl.tensor
     exist: tl.tensor
 
 
-class Results(NamedTuple):
-    """out, lse and statistics, contiguous; stats is None if nobody asked."""
+class OutputPtrs(NamedTuple):
+    """out, lse and statistics, contiguous; stats is None if the call returns none."""
 
     out: tl.tensor
     lse: tl.tensor
@@ -90,8 +109,8 @@ class Results(NamedTuple):
     stride_stats: tl.tensor
 
 
-class Parts(NamedTuple):
-    """Scratch memory: what splits leave behind, and the records by which it is found."""
+class PartialPtrs(NamedTuple):
+    """Scratch memory: the states of splits, and the records by which the merge finds them."""
 
     out: tl.tensor
     lse: tl.tensor
@@ -99,8 +118,10 @@ class Parts(NamedTuple):
     num_rows: tl.tensor
 
 
-class Tree(NamedTuple):
-    """Which of the new tokens see which: the mask of one sequence, (stride, stride), or None."""
+class TreeMask(NamedTuple):
+    """The tree mask of one sequence, (stride, stride): which new token sees which. mask may be
+    None.
+    """
 
     mask: tl.tensor
     stride: tl.tensor
@@ -108,8 +129,8 @@ class Tree(NamedTuple):
 
 @triton.jit
 def page_of(pages, j, stop, PAGE_SIZE: tl.constexpr):
-    """The pages of the keys j, as far as those lie before `stop`, clamped to the pages there are;
-    keys side by side are one page.
+    """The pages of the keys j before `stop`, clamped to the existing pages. 0 if keys are
+    contiguous.
     """
     if PAGE_SIZE == 0:
         return 0
@@ -120,8 +141,8 @@ def page_of(pages, j, stop, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def slot_of(n, keys, PAGE_SIZE: tl.constexpr, TILE_N: tl.constexpr):
-    """(n + keys) % PAGE_SIZE, with as little as possible left to do for each tile: n is a multiple
-    of TILE_N.
+    """(n + keys) % PAGE_SIZE with as few operations per tile as possible: n is a multiple of
+    TILE_N.
     """
     if TILE_N % PAGE_SIZE == 0:
         return keys % PAGE_SIZE
@@ -135,7 +156,7 @@ def slot_of(n, keys, PAGE_SIZE: tl.constexpr, TILE_N: tl.constexpr):
 def offsets_of(
     page, n, keys, stride_page, stride_slot, PAGE_SIZE: tl.constexpr, TILE_N: tl.constexpr
 ):
-    """Where the keys of the tile at n begin, in elements."""
+    """Offsets of the keys of the tile at n, in elements."""
     if PAGE_SIZE == 0:
         return tl.cast(n, tl.int64) * stride_slot + keys * stride_slot
     else:
@@ -144,7 +165,7 @@ def offsets_of(
 
 @triton.jit
 def load_rows_at(ptr, offsets, inside, DIM: tl.constexpr, PAD: tl.constexpr):
-    """(len(offsets), PAD), zeros outside."""
+    """(len(offsets), PAD), zeros out of bounds."""
     dims = tl.arange(0, PAD)
     cells = ptr + offsets[:, None] + dims[None, :]
     if DIM == PAD:
@@ -155,19 +176,19 @@ def load_rows_at(ptr, offsets, inside, DIM: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def tree_visible(tree, at, i, j):
-    """bool: whether query i sees key j as far as the tree is concerned."""
+    """bool: whether the tree mask lets query i see key j; True for keys before the new tokens."""
     new = j - (at.seqlen_k - at.seqlen_q)
-    size = tl.minimum(at.seqlen_q, tree.stride)  # bad offsets may be longer than they said
+    size = tl.minimum(at.seqlen_q, tree.stride)  # bad offsets may exceed the declared maximum
     known = (new >= 0) & (new < size) & (i < size)
     return tl.load(tree.mask + i * tree.stride + new, mask=known, other=1) != 0
 
 
 @triton.jit
 def store_rows(ptr, x, row, exist, DIM: tl.constexpr, PAD: tl.constexpr):
-    """Rows of a contiguous (..., DIM) tensor, in its dtype."""
+    """Store rows of a contiguous (..., DIM) tensor, in its dtype."""
     dims = tl.arange(0, PAD)
     cells = ptr + row.to(tl.int64)[:, None] * DIM + dims[None, :]
-    x = rounded(x, ptr.dtype.element_ty)
+    x = round_to(x, ptr.dtype.element_ty)
     tl.store(cells, x, mask=exist[:, None] & (dims < DIM)[None, :])
 
 
@@ -184,7 +205,7 @@ def store_result(
         state = add_sink(state, sink.to(tl.float32) * LOG2E)
     m, l, acc, w = state
     tl.store(results.lse + place, (m + tl.log2(l)) * LN2, mask=rows.exist)
-    l = tl.where(l == 0, 1.0, l)  # such a row has seen nothing: acc = 0
+    l = tl.where(l == 0, 1.0, l)  # a row that saw no key: acc = 0
     if results.stats is not None:
         entropy = (tl.log2(l) - w / l) * LN2
         tl.store(results.stats + results.stride_stats + place, entropy, mask=rows.exist)
@@ -194,10 +215,10 @@ def store_result(
 
 @triton.jit
 def store_part(parts, state, slot, r, exist, DIM: tl.constexpr, PAD: tl.constexpr):
-    """A state at rest. Of rows that saw no key there is an lse of -inf and nothing else."""
+    """Store (out, lse) of one split. For a row that saw no key only lse = -inf is stored."""
     m, l, acc, _ = state
     row = slot * parts.num_rows + r
-    exist = exist & (r < parts.num_rows)  # bad offsets may be longer than they said
+    exist = exist & (r < parts.num_rows)  # bad offsets may exceed the declared maximum
     tl.store(parts.lse + row, m + tl.log2(l), mask=exist)
     out = acc / tl.where(l == 0, 1.0, l)[:, None]
     store_rows(parts.out, out, row, exist & (l > 0), DIM, PAD)
@@ -232,17 +253,17 @@ def decode_kernel(
     SAME_STRIDES: tl.constexpr, BATCH: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     E4M3: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of one Unit for one group of heads, or where its sequence is cut, its part of
-    them: row r of the tile is query r // group_size of head r % group_size.
+    """out and lse of one WorkUnit for one kv head, or if its sequence is split, its partial out and
+    lse. Row r of the tile is query r // group_size of head r % group_size.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     num_kv_heads = num_heads // group_size
     pid = tl.program_id(0)
-    kv = pid % num_kv_heads  # heads of a token are neighbours in memory: they run side by side
-    lengths = Lengths(cu_q_ptr, cu_k_ptr, cache_ptr, total_q, total_k, batch)
-    cut = Cut(units, least, fixed, num_units)
+    kv = pid % num_kv_heads  # heads of a token are adjacent in memory: they run at the same time
+    lengths = SequenceLengths(cu_q_ptr, cu_k_ptr, cache_ptr, total_q, total_k, batch)
+    cut = SplitPlan(units, least, fixed, num_units)
     unit, at, num_records = unit_of(
         lengths, cut, pid // num_kv_heads, left, group_size, TILE_M, TILE_N, BATCH
     )
@@ -253,42 +274,46 @@ def decode_kernel(
     r0 = unit.tile * TILE_M
     row, keys = r0 + tl.arange(0, TILE_M), tl.arange(0, TILE_N)
     i, h = row // group_size, kv * group_size + row % group_size
-    rows = Rows(i, h, i < at.seqlen_q)
+    rows = TileRows(i, h, i < at.seqlen_q)
     band = Band(left, right)
-    lists = Lists(None, None, None, None, None, None, None)
-    pages, tree = Pages(None, num_pages), Tree(None, stride_tree)
+    lists = MaskLists(None, None, None, None, None, None, None)
+    pages, tree = PageTableRow(None, num_pages), TreeMask(None, stride_tree)
     if PAGE_SIZE > 0:
-        pages = Pages(table_ptr + tl.cast(unit.b, tl.int64) * stride_table, num_pages)
+        pages = PageTableRow(table_ptr + tl.cast(unit.b, tl.int64) * stride_table, num_pages)
     if tree_ptr is not None:
-        tree = Tree(tree_ptr + tl.cast(unit.b, tl.int64) * stride_tree * stride_tree, stride_tree)
+        tree = TreeMask(
+            tree_ptr + tl.cast(unit.b, tl.int64) * stride_tree * stride_tree, stride_tree
+        )
     slope = None
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + unit.b * stride_slopes + h, mask=rows.exist, other=0.0)
         slope = slope[:, None]
-    score = Score(scale_log2, softcap, slope, None, None, None, Places(None, None, None))
+    score = ScoreMods(
+        scale_log2, softcap, slope, None, None, None, TokenPositions(None, None, None)
+    )
     scale = scale_log2 if LINEAR else 1.0
 
-    EIGHT: tl.constexpr = k_scales_ptr is not None
-    if EIGHT:
-        k_ptr, v_ptr = as_words(k_ptr), as_words(v_ptr)
+    KV8: tl.constexpr = k_scales_ptr is not None
+    if KV8:
+        k_ptr, v_ptr = as_packed_pairs(k_ptr), as_packed_pairs(v_ptr)
     entry_k = 0 if PAGE_SIZE > 0 else at.entry
-    q_ptr = matrix(q_ptr, at.entry, at.start_q, 0, stride_qb, stride_qs, stride_qh, ALIGN)
-    k_ptr = matrix(k_ptr, entry_k, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
-    v_ptr = matrix(v_ptr, entry_k, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
+    q_ptr = head_ptr(q_ptr, at.entry, at.start_q, 0, stride_qb, stride_qs, stride_qh, ALIGN)
+    k_ptr = head_ptr(k_ptr, entry_k, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
+    v_ptr = head_ptr(v_ptr, entry_k, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
     at_q = (i.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh) * ALIGN
-    WIDTH: tl.constexpr = PAD_DIM_V // 2 if EIGHT else PAD_DIM_V
+    WIDTH: tl.constexpr = PAD_DIM_V // 2 if KV8 else PAD_DIM_V
     state = empty_state(TILE_M, WIDTH)
-    k_scales, v_scales = Scales(None, None, None), Scales(None, None, None)
-    if EIGHT:
-        q = load_halves(q_ptr, at_q, rows.exist, HEAD_DIM, PAD_DIM)
+    k_scales, v_scales = PageScales(None, None, None), PageScales(None, None, None)
+    if KV8:
+        q = load_queries_kv8(q_ptr, at_q, rows.exist, HEAD_DIM, PAD_DIM)
         acc_odd = state.acc
         head = tl.cast(kv, tl.int64)
-        k_scales = Scales(k_scales_ptr + head * stride_ksh, stride_ksp, stride_kss)
-        v_scales = Scales(v_scales_ptr + head * stride_vsh, stride_vsp, stride_vss)
+        k_scales = PageScales(k_scales_ptr + head * stride_ksh, stride_ksp, stride_kss)
+        v_scales = PageScales(v_scales_ptr + head * stride_vsh, stride_vsp, stride_vss)
     else:
         q = load_rows_at(q_ptr, at_q, rows.exist, HEAD_DIM, PAD_DIM)
     begin, end = unit.begin, unit.end
-    start, stop = at.seqlen_k * 0, at.seqlen_k + 0  # the keys that any row of the tile sees
+    start, stop = at.seqlen_k * 0, at.seqlen_k + 0  # keys that at least one row of the tile sees
     if left is not None:
         start = tl.maximum(r0 // group_size + at.seqlen_k - at.seqlen_q - left, 0)
         begin = tl.maximum(begin, start // TILE_N)
@@ -300,7 +325,7 @@ def decode_kernel(
     for n in range(begin * TILE_N, end * TILE_N, TILE_N):
         j = n + keys
         inside = j < stop
-        if left is not None:  # pages that the window has left behind may be gone
+        if left is not None:  # pages before the window may have been freed
             inside = inside & (j >= start)
         page = page_of(pages, j, stop, PAGE_SIZE)
         at_k = offsets_of(page, n, keys, stride_kb * ALIGN, stride_ks * ALIGN, PAGE_SIZE, TILE_N)
@@ -309,63 +334,63 @@ def decode_kernel(
             at_v = offsets_of(
                 page, n, keys, stride_vb * ALIGN, stride_vs * ALIGN, PAGE_SIZE, TILE_N
             )
-        if EIGHT:
+        if KV8:
             slot = slot_of(n, keys, PAGE_SIZE, TILE_N)
             k = load_rows_at(k_ptr, at_k, inside, HEAD_DIM // 2, PAD_DIM // 2)
             v = load_rows_at(v_ptr, at_v, inside, HEAD_DIM_V // 2, PAD_DIM_V // 2)
             k_scale = load_scales(k_scales, page, slot, inside)
             v_scale = load_scales(v_scales, page, slot, inside)
-            s = products(q, k, k_scale, E4M3, PTX)
+            s = scores_kv8(q, k, k_scale, E4M3, PTX)
         else:
             k = load_rows_at(k_ptr, at_k, inside, HEAD_DIM, PAD_DIM)
             v = load_rows_at(v_ptr, at_v, inside, HEAD_DIM_V, PAD_DIM_V)
             s = dot(q, tl.trans(k), None)
-        s, _ = scores(score, s, at, i[:, None], j[None, :], LINEAR)
+        s, _ = apply_score_mods(score, s, at, i[:, None], j[None, :], LINEAR)
         seen = inside[None, :]
         if MASKED:
-            seen = visible(at, band, lists, FULL, i[:, None], j[None, :], n, seen, TILE_N)
+            seen = is_visible(at, band, lists, FULL, i[:, None], j[None, :], n, seen, TILE_N)
         if tree_ptr is not None:
             seen = seen & tree_visible(tree, at, i[:, None], j[None, :])
         s = tl.where(seen, s, float("-inf"))
-        if EIGHT:
-            state, acc_odd = fold_words(
+        if KV8:
+            state, acc_odd = fold_tile_kv8(
                 state, acc_odd, s, v, v_scale, scale, q.even.dtype, stats_ptr is not None,
                 E4M3, PTX,
             )  # fmt: skip
         else:
             state = fold_tile(state, s, v, None, scale, stats_ptr is not None)
-    if EIGHT:
-        state = whole(state, acc_odd)
+    if KV8:
+        state = interleave_acc(state, acc_odd)
 
     if parts_ptr is not None and unit.count > 1:
-        parts = Parts(parts_ptr, part_lses_ptr, records_ptr, part_rows)
+        parts = PartialPtrs(parts_ptr, part_lses_ptr, records_ptr, part_rows)
         slot = tl.cast(unit.slot * num_kv_heads + kv, tl.int64)
         store_part(parts, state, slot, row - r0, rows.exist, HEAD_DIM_V, PAD_DIM_V)
         if (unit.split == 0) & (kv == 0):
             num_rows = tl.minimum(at.seqlen_q * group_size - r0, TILE_M)
             store_record(parts, unit, at.entry * total_q + at.start_q, r0, num_rows)
     else:
-        results = Results(out_ptr, lse_ptr, stats_ptr, stride_stats)
+        results = OutputPtrs(out_ptr, lse_ptr, stats_ptr, stride_stats)
         store_result(results, state, rows, at, sinks_ptr, num_heads, total_q, HEAD_DIM_V, PAD_DIM_V)
 
 
-_decode_kernel = Handle(decode_kernel)
-_merge_kernel = Handle(merge_kernel)
+_decode_kernel = CachedLauncher(decode_kernel)
+_merge_kernel = CachedLauncher(merge_kernel)
 
 
 def serves(problem: Problem) -> bool:
-    """Whether the keys lie in pages, or the queries of a group fit one tile, with options that this
-    kernel knows.
+    """Whether keys are paged, or the queries of a group fit one tile, with options that this kernel
+    supports.
     """
-    foreign = problem.has_mask or problem.has_bias or problem.dropout_p or problem.return_stats
-    foreign = foreign or problem.has_positions
+    unsupported = problem.has_mask or problem.has_bias or problem.dropout_p or problem.return_stats
+    unsupported = unsupported or problem.has_positions
     few = problem.seqlen_q * problem.group_size <= DECODE_ROWS
-    return problem.page_size > 0 or (few and not foreign)
+    return problem.page_size > 0 or (few and not unsupported)
 
 
-class Launch(NamedTuple):
-    """How many units are enough, whatever the lengths on the device, and the scratch memory that
-    they may need: slots of part_rows rows, and records. cut: units, least and fixed of splits.Cut.
+class SplitLaunch(NamedTuple):
+    """Enough units for all lengths that the device may hold, and the scratch memory that they may
+    need: slots of part_rows rows, and records. cut: units, least and fixed of splits.SplitPlan.
     """
 
     num_units: int
@@ -375,57 +400,60 @@ class Launch(NamedTuple):
     cut: tuple[int | None, int | None, int | None]
 
 
-def decode(problem: Problem, x: Tensors, call: Call) -> Result:
+def decode(problem: Problem, x: Tensors, args: LaunchArgs) -> Result:
     out, lse = empty_result(problem, x)
     stats = lse.new_empty(2, *lse.shape) if problem.return_stats else None
     result = Result(out, lse, stats if stats is None else Stats(*stats))
     if not out.numel() or not problem.batch:
         return result
     hardware = machine(out.device)
-    config = config_of(problem, call, hardware.processors)
+    config = choose_config(problem, args, hardware.processors)
     launch = plan_launch(problem, out.shape[-3], config, hardware)
     scratch = _scratch(launch, problem, out)
-    sinks, options = packed(x.sinks), dependent_options(config, call.use.capability)
-    table, tree = _table(x), _tree(x)
+    sinks, options = make_contiguous(x.sinks), dependent_options(config, args.use.capability)
+    table, tree = _page_table(x), _tree_mask(x)
     _decode_kernel[(launch.num_units * problem.num_kv_heads,)](
-        *call.tensors[:6], table, packed(x.cache_seqlens), tree, sinks, x.k_scales, x.v_scales,
-        out, lse, stats, *scratch,
-        *call.strides[:10], 0 if table is None else table.stride(0), problem.seqlen_q, lse.numel(),
+        *args.tensors[:6], table, make_contiguous(x.cache_seqlens), tree, sinks,
+        x.k_scales, x.v_scales, out, lse, stats, *scratch,
+        *args.strides[:10], 0 if table is None else table.stride(0), problem.seqlen_q, lse.numel(),
         *scale_strides(x.k_scales), *scale_strides(x.v_scales),
-        *call.scalars[:5], None if problem.seqlen_q == 1 else call.scalars[5], *call.scalars[6:8],
+        *args.scalars[:5], None if problem.seqlen_q == 1 else args.scalars[5], *args.scalars[6:8],
         problem.batch, x.k.shape[0], *launch.cut, launch.num_units, launch.part_rows,
-        *call.dims, PAGE_SIZE=problem.page_size, SAME_STRIDES=_same_strides(call),
-        BATCH=_bucket(problem), TILE_M=config.tile_m, TILE_N=config.tile_n,
-        **_format(problem, call), **options,
+        *args.dims, PAGE_SIZE=problem.page_size, SAME_STRIDES=_same_strides(args),
+        BATCH=_batch_bucket(problem), TILE_M=config.tile_m, TILE_N=config.tile_n,
+        **_kv8_format(problem, args), **options,
     )  # fmt: skip
     if launch.num_records:
-        config = call.config("merge")
+        config = args.config("merge")
         _merge_kernel[(launch.num_records * problem.num_kv_heads * launch.part_rows,)](
             *scratch, sinks, out, lse,
-            *call.scalars[:3], launch.part_rows,
-            HEAD_DIM_V=call.dims[1], PAD_DIM_V=call.dims[5], TILE_S=config.tile_n,
-            **dependent_options(config, call.use.capability),
+            *args.scalars[:3], launch.part_rows,
+            HEAD_DIM_V=args.dims[1], PAD_DIM_V=args.dims[5], TILE_S=config.tile_n,
+            **dependent_options(config, args.use.capability),
         )  # fmt: skip
     return result
 
 
-def config_of(problem: Problem, call: Call, processors: int) -> TritonConfig:
-    """Rows of a tile follow the queries of a group, if they are few. Packed calls have sequences of
-    many lengths; for a result that does not depend on the others, the tile must not either.
+def choose_config(problem: Problem, args: LaunchArgs, processors: int) -> TritonConfig:
+    """The tile. Its rows follow the number of queries in a group, if they are few. Packed calls
+    have sequences of many lengths; if results must not depend on the other sequences, the tile must
+    not either.
     """
     rows = problem.seqlen_q * problem.group_size
     if rows > DECODE_ROWS or (problem.packed and problem.deterministic):
-        return call.config("chunk")
-    config, tile_m = call.config(_kernel(problem, processors)), padded(rows)
+        return args.config("chunk")
+    config, tile_m = args.config(_tile_row(problem, processors)), padded(rows)
     if problem.page_dtype is None:
         return config._replace(tile_m=tile_m)
-    if tile_m > 16:  # has accumulators that do not fit into fewer registers
+    if tile_m > 16:  # its accumulators do not fit into fewer registers
         config = config._replace(max_registers=0)
-    return config._replace(tile_m=min(tile_m, call.config("chunk").tile_m))
+    return config._replace(tile_m=min(tile_m, args.config("chunk").tile_m))
 
 
-def _kernel(problem: Problem, processors: int) -> str:
-    """Which rows of the tile tables, if queries are few. Where splits are fixed, tiles are too."""
+def _tile_row(problem: Problem, processors: int) -> str:
+    """The row of the tile tables for few queries. With fixed splits (deterministic) tiles are fixed
+    too.
+    """
     if problem.page_size:
         full = problem.batch * problem.num_kv_heads >= 2 * processors
         return "paged_full" if full else "paged"
@@ -433,50 +461,56 @@ def _kernel(problem: Problem, processors: int) -> str:
     return "short" if short else "decode"
 
 
-def plan_launch(problem: Problem, total_q: int, config: TritonConfig, hardware: Hardware) -> Launch:
-    """From bounds alone: lengths on the device stay there."""
+def plan_launch(
+    problem: Problem, total_q: int, config: TritonConfig, hardware: Hardware
+) -> SplitLaunch:
+    """Sizes of the launch from upper bounds: the host does not read the lengths from the device."""
     rows = problem.seqlen_q * problem.group_size
     tiles_q = problem.batch * triton.cdiv(rows, config.tile_m)
     if problem.packed:
         most = triton.cdiv(total_q * problem.group_size, config.tile_m) + problem.batch
         tiles_q = min(tiles_q, most)
-    whole = Launch(tiles_q, 0, 0, min(rows, config.tile_m), (None, None, None))
-    if problem.return_stats:  # a merge has no entropy to merge
-        return whole
+    unsplit = SplitLaunch(tiles_q, 0, 0, min(rows, config.tile_m), (None, None, None))
+    if problem.return_stats:  # splits do not store the sums of the entropy
+        return unsplit
     if problem.deterministic:
-        return _fixed_cuts(problem, config, whole)
-    return _even_cuts(problem, config, whole, hardware)
+        return _split_fixed(problem, config, unsplit)
+    return _split_evenly(problem, config, unsplit, hardware)
 
 
-def _fixed_cuts(problem: Problem, config: TritonConfig, whole: Launch) -> Launch:
-    """Splits of FIXED_KEYS keys, for sequences that have one tile of queries."""
+def _split_fixed(problem: Problem, config: TritonConfig, unsplit: SplitLaunch) -> SplitLaunch:
+    """Splits of FIXED_KEYS keys, for sequences with one tile of queries."""
     tiles = triton.cdiv(problem.seqlen_k, config.tile_n)
     fixed = max(1, FIXED_KEYS // config.tile_n)
     slots = problem.batch * triton.cdiv(tiles, fixed)
     if tiles <= fixed:
-        return whole
+        return unsplit
     cut = (1, 1, fixed)
-    return Launch(whole.num_units + slots, slots, problem.batch, whole.part_rows, cut)
+    return SplitLaunch(unsplit.num_units + slots, slots, problem.batch, unsplit.part_rows, cut)
 
 
-def _even_cuts(problem: Problem, config: TritonConfig, whole: Launch, hardware: Hardware) -> Launch:
-    """Splits of W / U tiles at most, if W tiles in all are for U units, which the model of time
-    chooses. So sequences need U units and one for each tile of queries; one that is cut takes less
-    than twice its share of U.
+def _split_evenly(
+    problem: Problem, config: TritonConfig, unsplit: SplitLaunch, hardware: Hardware
+) -> SplitLaunch:
+    """Splits of at most W / U tiles, if all sequences together have W tiles for U units; the cost
+    model chooses U. So the sequences need U units plus one per tile of queries, and a split
+    sequence takes less than twice its share of U.
     """
-    tiles, tiles_q = triton.cdiv(problem.seqlen_k, config.tile_n), whole.num_units
+    tiles, tiles_q = triton.cdiv(problem.seqlen_k, config.tile_n), unsplit.num_units
     least = max(1, SPLIT_KEYS // config.tile_n)
-    ask = choose_unseen if problem.packed or problem.page_size else choose
-    units = ask(Tiles.of(problem, *config[:2]), Part(tiles_q, tiles), least, hardware)
+    choose_units = choose_for_unknown_lengths if problem.packed or problem.page_size else choose
+    units = choose_units(
+        TileWork.of(problem, *config[:2]), SplitTiles(tiles_q, tiles), least, hardware
+    )
     if units is None:
-        return whole
+        return unsplit
     num_units = min(units + tiles_q, tiles_q * triton.cdiv(tiles, least))
     slots, records = min(2 * units, num_units), min(units, tiles_q)
-    return Launch(num_units, slots, records, whole.part_rows, (units, least, None))
+    return SplitLaunch(num_units, slots, records, unsplit.part_rows, (units, least, None))
 
 
-def _scratch(launch: Launch, problem: Problem, out: Tensor) -> tuple[Tensor | None, ...]:
-    """States at rest in fp32, their lse in log2 units, and the records; None without splits."""
+def _scratch(launch: SplitLaunch, problem: Problem, out: Tensor) -> tuple[Tensor | None, ...]:
+    """(out, lse in log2 units, records) of the splits, all None without splits."""
     if not launch.num_slots:
         return None, None, None
     rows = launch.num_slots * problem.num_kv_heads * launch.part_rows
@@ -487,31 +521,33 @@ def _scratch(launch: Launch, problem: Problem, out: Tensor) -> tuple[Tensor | No
     )
 
 
-def _same_strides(call: Call) -> bool:
-    """Whether a key and its value lie at the same offset, as those of one cache do."""
-    return call.strides[3:5] == call.strides[6:8]
+def _same_strides(args: LaunchArgs) -> bool:
+    """Whether a key and its value have the same offset, as in one cache."""
+    return args.strides[3:5] == args.strides[6:8]
 
 
-def _table(x: Tensors) -> Tensor | None:
+def _page_table(x: Tensors) -> Tensor | None:
     table = x.page_table
     return table if table is None or table.stride(1) == 1 else table.contiguous()
 
 
-def _format(problem: Problem, call: Call) -> dict[str, bool]:
-    """Of 8-bit pages: PTX has e4m3 since compute capability 8.9, and what int8 takes for ever."""
-    e4m3, capability = problem.page_dtype == torch.float8_e4m3fn, call.use.capability
+def _kv8_format(problem: Problem, args: LaunchArgs) -> dict[str, bool]:
+    """Constants for 8-bit pages. PTX converts e4m3 since compute capability 8.9; the instructions
+    for int8 are always there.
+    """
+    e4m3, capability = problem.page_dtype == torch.float8_e4m3fn, args.use.capability
     ptx = problem.page_dtype is not None and capability is not None
     return {"E4M3": e4m3, "PTX": ptx and (not e4m3 or capability >= MIN_E4M3)}
 
 
-def _tree(x: Tensors) -> Tensor | None:
+def _tree_mask(x: Tensors) -> Tensor | None:
     return None if x.tree_mask is None else x.tree_mask.contiguous().view(torch.int8)
 
 
-def _bucket(problem: Problem) -> int:
-    """Sequences that a program counts; few sizes, because each is a kernel to compile."""
+def _batch_bucket(problem: Problem) -> int:
+    """BATCH, the size of the loop over sequences; few sizes, because each compiles a kernel."""
     if not problem.packed and not problem.page_size:
-        return 1  # all alike: nothing is counted
+        return 1  # all sequences have the same lengths: no loop
     size = 32
     while size < problem.batch:
         size *= 8
@@ -520,5 +556,5 @@ def _bucket(problem: Problem) -> int:
 
 @lru_cache(maxsize=64)
 def machine(device: torch.device) -> Hardware:
-    """What programs run on. Interpreted: enough processors to split, few enough to be quick."""
+    """The hardware to plan for. Interpreted: enough processors to split, few enough to be quick."""
     return replace(HOST, processors=4) if device.type == "cpu" else planned_for(device)

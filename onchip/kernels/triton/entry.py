@@ -1,5 +1,5 @@
-"""The backend `triton`: FlashAttention-2 on any GPU that Triton compiles for, and the small fused
-kernels that merge and round its results. Triton is imported by the first call that runs here.
+"""The Triton backend as dispatch sees it. Triton is imported by the first call that runs here,
+never before.
 
 TRITON_INTERPRET=1 runs the same kernels on the CPU, slowly: for tests and for reading along.
 """
@@ -32,7 +32,7 @@ class TritonBackend(Backend):
             return "float64 is served on the CPU by tiled"
         if problem.page_dtype is not None and (problem.head_dim % 2 or problem.head_dim_v % 2):
             dims = f"{problem.head_dim} and {problem.head_dim_v}"
-            return f"reads 8-bit pages by words of two elements, not head_dim {dims}"
+            return f"reads 8-bit pages by pairs of elements, not head_dim {dims}"
         if not device.has_triton:
             return "triton is not installed"
         return None
@@ -76,7 +76,7 @@ backend = TritonBackend()
 
 
 def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """protocol.split of a contiguous out in fp32, in one launch. out is not changed."""
+    """backend.split of a contiguous fp32 out, which is not changed."""
     from onchip.kernels.triton.residual import split
 
     with on_device(out):
@@ -96,10 +96,10 @@ def merge(
     parts: Sequence[tuple[Tensor, Tensor, Tensor | None]],
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of states over disjoint keys. own: (total_q, heads, head_dim_v) and (heads,
+    """(out, lse) of states over disjoint keys. own is (total_q, heads, head_dim_v) and (heads,
     total_q). Each of parts is a stack of states, (states, rows, heads, head_dim_v) and (states,
-    heads, rows) with lse contiguous in its rows, and an int32 (total_q,) that maps tokens to rows,
-    -1 for none; None: token i is row i.
+    heads, rows) with lse contiguous in its rows, and an int32 (total_q,) with the row of each
+    query, -1 for none; None: row i belongs to query i.
     """
     from onchip.kernels.triton.merge import merge
 
@@ -110,10 +110,10 @@ def merge(
 def fold(
     own: tuple[Tensor, Tensor], parts: Sequence[tuple[int, Tensor, Tensor]], fresh: bool = False
 ) -> None:
-    """Merge states of some tokens into one of all, in place. own: (batch, seqlen, heads,
-    head_dim_v) in fp32 and (batch, heads, seqlen) in fp64, contiguous. Each of parts, at most four,
-    is (first token, out, lse) in the same layout and in fp32. fresh: own has no keys so far and may
-    be uninitialised.
+    """Fold states that cover some tokens into one that covers all, in place. own is (batch, seqlen,
+    heads, head_dim_v) in fp32 and (batch, heads, seqlen) in fp64, contiguous. Each of parts, at
+    most four, is (first token, out, lse) in the same layout, in fp32. fresh: own is empty and need
+    not be initialised.
     """
     from onchip.kernels.triton.merge import fold
 

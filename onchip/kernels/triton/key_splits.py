@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from onchip.core.backend import KeySplits
 from onchip.core.problem import Problem, Tensors
 from onchip.cost.hardware import Hardware
-from onchip.cost.splits import Part, Tiles, count_key_tiles, even_splits, seconds
+from onchip.cost.splits import SplitTiles, TileWork, count_key_tiles, even_splits, seconds
 
 
 def plan_splits(
@@ -19,7 +19,7 @@ def plan_splits(
     if not decode.serves(problem):
         return None
     hardware = hardware or decode.machine(x.q.device)
-    config = decode.config_of(problem, launch.Call.of(problem, x), hardware.processors)
+    config = decode.choose_config(problem, launch.LaunchArgs.of(problem, x), hardware.processors)
     launched = decode.plan_launch(problem, x.q.shape[-3], config, hardware)
     tiles_q = [-(-seqlen_q * problem.group_size // config.tile_m) for seqlen_q, _ in lengths]
     tiles = count_key_tiles(problem, lengths, config.tile_n)
@@ -27,7 +27,7 @@ def plan_splits(
     units = [a * b for a, b in zip(tiles_q, counts, strict=True)]
     slots = sum(n for n, count in zip(units, counts, strict=True) if count > 1)
     row_bytes = 4 * (problem.head_dim_v + 1)  # out and lse in fp32
-    work, parts = Tiles.of(problem, *config[:2]), list(map(Part, tiles_q, tiles, counts))
+    work, parts = TileWork.of(problem, *config[:2]), list(map(SplitTiles, tiles_q, tiles, counts))
     uncut = [part._replace(splits=1) for part in parts]
     return KeySplits(
         tuple(counts),

@@ -1,5 +1,5 @@
-"""From a call to the arguments of a launch, with as little Python as there can be: this runs on
-every call.
+"""From a call to the arguments of a launch. This code runs on every call: it does as little Python
+work as possible.
 """
 
 from typing import NamedTuple
@@ -10,8 +10,8 @@ from torch import Tensor
 from onchip.core.problem import Problem, Tensors, device_info
 from onchip.kernels.tiles import TritonConfig, TritonUse, triton_config
 
-# Arguments that change with the lengths of a call: Triton must not compile a variant for those that
-# happen to be 1 or a multiple of 16.
+# Arguments that change with the lengths of a call. Triton must not compile a variant for a value of
+# 1 or a multiple of 16.
 LENGTHS = (
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb",
     "stride_vs", "stride_vh", "stride_slopes", "stride_bias_b", "stride_bias_h", "stride_bias_q",
@@ -20,31 +20,33 @@ LENGTHS = (
 )  # fmt: skip
 
 LOG2E = 1.4426950408889634
-FAR = 1 << 30  # a window side beyond this sees everything, and i + FAR still fits 32 bits
+FAR = 1 << 30  # a larger window side sees everything, and i + FAR still fits into 32 bits
 ALIGN = 8  # elements: 16 bytes of 16-bit numbers, the widest load
-MIN_E4M3 = (8, 9)  # the compute capability from which on there is such a type
-WIDE = 1 << 24  # from this row stride on, the offsets inside a tile could pass 2^31
+MIN_E4M3 = (8, 9)  # the first compute capability with this type
+WIDE = 1 << 24  # from this row stride on, offsets inside a tile could exceed 2^31
 
 
-class Call(NamedTuple):
-    """What all kernels take, in the order of their signatures."""
+class LaunchArgs(NamedTuple):
+    """The arguments that all kernels have in common, in the order of their signatures."""
 
     tensors: tuple  # q, k, v, cu_seqlens, alibi_slopes, bias, dropout_seed, places
     rows: tuple  # the block lists of the mask's rows and its tiles, or None
     cols: tuple  # the same of its columns
     strides: tuple
-    row_strides: tuple  # of the planes of the row lists
+    row_strides: tuple  # (batch, head) strides of the row lists
     col_strides: tuple
     scalars: tuple
     dims: tuple  # HEAD_DIM, HEAD_DIM_V, LINEAR, ALIGN, PAD_DIM, PAD_DIM_V
     use: TritonUse
 
     @classmethod
-    def of(cls, problem: Problem, x: Tensors) -> "Call":
-        q, k, v = _narrow(x.q), _narrow(x.k), _narrow(x.v)
+    def of(cls, problem: Problem, x: Tensors) -> "LaunchArgs":
+        q, k, v = _limit_row_stride(x.q), _limit_row_stride(x.k), _limit_row_stride(x.v)
         if problem.page_dtype is not None:
-            k, v = (_eight_bits(t, device_info(q.device).capability) for t in (k, v))
-        cu_q, cu_k, slopes = (packed(t) for t in (x.cu_seqlens_q, x.cu_seqlens_k, x.alibi_slopes))
+            k, v = (_as_kv8(t, device_info(q.device).capability) for t in (k, v))
+        cu_q, cu_k, slopes = (
+            make_contiguous(t) for t in (x.cu_seqlens_q, x.cu_seqlens_k, x.alibi_slopes)
+        )
         bias = x.bias if x.bias is None or x.bias.stride(3) == 1 else x.bias.contiguous()
         align, strides = _aligned((*_strides(q), *_strides(k), *_strides(v)), k.element_size())
         rows, cols, row_strides, col_strides = _mask(x)
@@ -58,7 +60,7 @@ class Call(NamedTuple):
             col_strides,
             _scalars(problem, q, k),
             dims,
-            _use(problem, dims, device_info(q.device).capability),
+            _tile_use(problem, dims, device_info(q.device).capability),
         )
 
     def config(self, kernel: str) -> TritonConfig:
@@ -66,7 +68,9 @@ class Call(NamedTuple):
 
 
 def launch_options(config: TritonConfig) -> dict:
-    """Fusing a multiply and an add rounds once less: always on, whatever Triton's default."""
+    """num_warps, num_stages and registers. enable_fp_fusion is always on, whatever Triton's
+    default: a fused multiply-add rounds once less.
+    """
     options = {
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -76,23 +80,25 @@ def launch_options(config: TritonConfig) -> dict:
 
 
 def dependent_options(config: TritonConfig, capability: tuple[int, int] | None) -> dict:
-    """Since Hopper a kernel may be launched while its predecessor ends, for which it then waits."""
+    """launch_options with programmatic dependent launch, since Hopper: the kernel may start while
+    its predecessor ends, and waits for it before its first memory access.
+    """
     if capability is None or capability < (9, 0):
         return launch_options(config) | {"PDL": False}
     return launch_options(config) | {"PDL": True, "launch_pdl": True}
 
 
-def packed(t: Tensor | None) -> Tensor | None:
+def make_contiguous(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.is_contiguous() else t.contiguous()
 
 
-def _narrow(t: Tensor) -> Tensor:
+def _limit_row_stride(t: Tensor) -> Tensor:
     return t if t.stride(-3) < WIDE else t.contiguous()
 
 
-def _eight_bits(t: Tensor, capability: tuple[int, int] | None) -> Tensor:
-    """8-bit pages, a row of which is a row of 16-bit words: the kernel takes them for such. Only
-    where Triton has no e4m3 they are a view, which keeps a call from being replayed.
+def _as_kv8(t: Tensor, capability: tuple[int, int] | None) -> Tensor:
+    """8-bit pages with rows that can be read as 16-bit pairs. If Triton has no e4m3 on this device,
+    a view as int8, which prevents the call from being replayed.
     """
     even = not any(s % 2 for s in t.stride()[:-1]) and not t.storage_offset() % 2
     t = t if even else t.contiguous()
@@ -105,7 +111,7 @@ def _strides(t: Tensor) -> tuple[int, int, int]:
 
 
 def _aligned(strides: tuple[int, ...], itemsize: int) -> tuple[int, tuple[int, ...]]:
-    """(align, strides in units of align). Strides of 8-bit keys and values count words of two."""
+    """(align, strides in units of align). Strides of 8-bit keys and values count pairs."""
     if itemsize == 1:
         strides = (*strides[:3], *(s // 2 for s in strides[3:]))
     if any(s % ALIGN for s in strides):
@@ -129,10 +135,10 @@ def _mask(x: Tensors) -> tuple[tuple, tuple, tuple[int, int], tuple[int, int]]:
     if mask is None:
         return (None,) * 6, (None,) * 6, (0, 0), (0, 0)
     rows, cols = (*mask.rows, mask.tiles), (*mask.cols, mask.tiles)
-    return rows, cols, _planes(rows[0]), _planes(cols[0])
+    return rows, cols, _plane_strides(rows[0]), _plane_strides(cols[0])
 
 
-def _planes(offsets: Tensor) -> tuple[int, int]:
+def _plane_strides(offsets: Tensor) -> tuple[int, int]:
     b, h = offsets.shape[:2]
     return offsets.stride(0) if b > 1 else 0, offsets.stride(1) if h > 1 else 0
 
@@ -146,7 +152,7 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor) -> tuple:
         problem.num_heads,
         problem.num_heads // problem.num_kv_heads,
         q.shape[-3],
-        _room(problem, k),
+        _max_keys(problem, k),
         *(None if side is None else min(side, FAR) for side in problem.window),
         problem.softmax_scale * LOG2E,
         problem.softcap or None,
@@ -156,23 +162,23 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor) -> tuple:
     )
 
 
-def _room(problem: Problem, k: Tensor) -> int:
-    """The most keys of a sequence: the rows of k, or what its page table reaches."""
+def _max_keys(problem: Problem, k: Tensor) -> int:
+    """The most keys that a sequence can have: the rows of k, or the capacity of its page table."""
     if problem.page_size:
         return problem.seqlen_k if k.shape[0] else 0
     return k.shape[-3]
 
 
 def _dims(problem: Problem, align: int) -> tuple[int, int, bool, int, int, int]:
-    straight = not (problem.softcap or problem.has_alibi or problem.has_bias)
-    linear = straight and problem.softmax_scale > 1e-30
+    unmodified = not (problem.softcap or problem.has_alibi or problem.has_bias)
+    linear = unmodified and problem.softmax_scale > 1e-30
     d, d_v = problem.head_dim, problem.head_dim_v
     if problem.page_dtype is None:
         return d, d_v, linear, align, padded(d), padded(d_v)
     return d, d_v, linear, align, 2 * padded(-(-d // 2)), 2 * padded(-(-d_v // 2))
 
 
-def _use(problem: Problem, dims: tuple, capability: tuple[int, int] | None) -> TritonUse:
+def _tile_use(problem: Problem, dims: tuple, capability: tuple[int, int] | None) -> TritonUse:
     _, _, linear, _, pad_dim, pad_dim_v = dims
     modified = not linear or problem.dropout_p > 0 or problem.return_stats
     itemsize = problem.dtype.itemsize
@@ -182,5 +188,5 @@ def _use(problem: Problem, dims: tuple, capability: tuple[int, int] | None) -> T
 
 
 def padded(dim: int) -> int:
-    """Tiles are powers of two, and a tensor core takes at least 16."""
+    """head_dim as tiles pad it: a power of two, at least the 16 of a tensor core."""
     return max(16, 1 << (dim - 1).bit_length())

@@ -1,4 +1,19 @@
-"""The merge of states at rest, (out, lse), in Triton: the twin of onchip/core/state.py."""
+"""Merging states at rest, (out, lse), in Triton: the device version of onchip/core/state.py.
+
+    merge_kernel   splits of one call    slot 0, 1, 2 ... -> out, lse      one program per row
+    stack_kernel   cascade levels        own + (states, rows, heads, dim)  TILE_M rows per program
+    fold_kernel    rounds of a ring      own (fp32, lse in fp64) += up to 4 states, in place
+
+    m_new = max(m, lse);  acc = acc * exp2(m - m_new) + part * exp2(lse - m_new);  l likewise
+    out = acc / l;        lse = m + log2(l)
+
+Worked shape: batch 1, 300 tokens, tile 128, one query, keys in 3 splits: merge_kernel runs one
+program per query head; it loads 3 lse and 3 partial outs (of a tile of TRITON_MERGE.tile_n splits)
+in one step.
+
+Loads that do not depend on each other are issued together: these kernels are short, and latencies
+would add up. The merge is derived in docs/fold.md; examples/versions/v2.py has it inside the loop.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,11 +25,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.core.problem import device_info
-from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.runtime.launcher import CachedLauncher
 from onchip.kernels.tiles import TRITON_STREAMED
 from onchip.kernels.triton.launch import dependent_options, launch_options, padded
 from onchip.kernels.triton.splits import RECORD
-from onchip.kernels.triton.tile import LN2, LOG2E, rounded
+from onchip.kernels.triton.tile import LN2, LOG2E, round_to
 
 
 @triton.jit(do_not_specialize=("total_q", "part_rows"))
@@ -24,9 +39,9 @@ def merge_kernel(
     HEAD_DIM_V: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """(out, lse) of one row over all splits, TILE_S of them at a time, and the sink, which counts
-    once. splits.py says what a record holds. What a split that saw no key has left of a row is not
-    a number, and is dropped; it is loaded all the same, because to know it, its lse would have to
-    arrive first. Nothing here is long, so that latencies add up: what can be loaded together is.
+    once. splits.py defines the records. The partial out of a split that saw no key is uninitialised
+    and is replaced by 0; it is loaded anyway, because a conditional load would have to wait for its
+    lse.
     """
     if PDL:
         gdc_wait()
@@ -55,7 +70,7 @@ def merge_kernel(
         part = tl.load(cells, mask=inside[:, None] & (dims < HEAD_DIM_V)[None, :], other=0.0)
         part = tl.where((lse > float("-inf"))[:, None], part, 0.0)
         m_new = tl.maximum(m, tl.max(lse, 0))
-        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
+        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key so far
         alpha, beta = tl.exp2(m - pivot), tl.exp2(lse - pivot)
         acc = acc * alpha + tl.sum(part * beta[:, None], 0)
         l = l * alpha + tl.sum(beta, 0)
@@ -64,7 +79,7 @@ def merge_kernel(
     tl.store(lse_ptr + place, (m + tl.log2(l)) * LN2)
     out = acc / tl.where(l == 0, 1.0, l)
     cells = out_ptr + (token.to(tl.int64) * num_heads + h) * HEAD_DIM_V + dims
-    tl.store(cells, rounded(out, out_ptr.dtype.element_ty), mask=dims < HEAD_DIM_V)
+    tl.store(cells, round_to(out, out_ptr.dtype.element_ty), mask=dims < HEAD_DIM_V)
 
 
 _LENGTHS = (
@@ -79,9 +94,10 @@ def stack_kernel(
     HEAD_DIM_V: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_S: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """(out, lse) of TILE_M rows, token by token and head by head, over a state of all tokens and
-    num_parts states of those that have a place among part_rows: TILE_S of them at a time, because
-    one after the other, each would cost a latency. What has no place is not read.
+    """(out, lse) of TILE_M rows, token by token and head by head: one state of all tokens, and
+    num_parts states of the tokens that have a row in the stack (place >= 0, or all without
+    place_ptr). TILE_S states are loaded at a time, because one after the other each would cost a
+    latency. A token without a row in the stack reads nothing from it.
     """
     rows = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     dims, states = tl.arange(0, PAD_DIM_V), tl.arange(0, TILE_S)
@@ -100,32 +116,32 @@ def stack_kernel(
     l = tl.where(m > float("-inf"), 1.0, 0.0)
     for s0 in range(0, num_parts, TILE_S):
         s = (s0 + states).to(tl.int64)[None, :]
-        seen = (inside & (at >= 0))[:, None] & (s < num_parts)
+        exist = (inside & (at >= 0))[:, None] & (s < num_parts)
         lses = part_lses_ptr + s * part_step + (h * part_head + at)[:, None]
-        lse = tl.load(lses, mask=seen, other=float("-inf")) * LOG2E
+        lse = tl.load(lses, mask=exist, other=float("-inf")) * LOG2E
         first = ((s * part_rows + at[:, None]) * num_heads + h[:, None]) * HEAD_DIM_V
-        some = seen[:, :, None] & stored[None, None, :]
-        part = tl.load(parts_ptr + first[:, :, None] + dims[None, None, :], mask=some, other=0.0)
+        cell = exist[:, :, None] & stored[None, None, :]
+        part = tl.load(parts_ptr + first[:, :, None] + dims[None, None, :], mask=cell, other=0.0)
         m_new = tl.maximum(m, tl.max(lse, 1))
-        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
+        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key so far
         alpha, beta = tl.exp2(m - pivot), tl.exp2(lse - pivot[:, None])
         acc = acc * alpha[:, None] + tl.sum(part * beta[:, :, None], 1)
         l = l * alpha + tl.sum(beta, 1)
         m = m_new
     tl.store(lse_ptr + own, (m + tl.log2(l)) * LN2, mask=inside)
     out = acc / tl.where(l == 0, 1.0, l)[:, None]
-    kept = inside[:, None] & stored[None, :]
-    tl.store(out_ptr + cells, rounded(out, out_ptr.dtype.element_ty), mask=kept)
+    exist = inside[:, None] & stored[None, :]
+    tl.store(out_ptr + cells, round_to(out, out_ptr.dtype.element_ty), mask=exist)
 
 
-_stack_kernel = Handle(stack_kernel)
+_stack_kernel = CachedLauncher(stack_kernel)
 State = tuple[Tensor, Tensor]
 Part = tuple[Tensor, Tensor, Tensor | None]
 
 
 def merge(own: State, parts: Sequence[Part], out_dtype: torch.dtype) -> State:
-    """The packed state and the stacks of states merged, a launch for each stack; only the last
-    result is rounded.
+    """Merge a packed state with stacks of states, one launch per stack. Only the last result is
+    rounded.
     """
     state = own
     for i, part in enumerate(parts, 1):
@@ -135,11 +151,11 @@ def merge(own: State, parts: Sequence[Part], out_dtype: torch.dtype) -> State:
 
 
 def _add_stack(own: State, part: Part, dtype: torch.dtype) -> State:
-    """lse comes back in the layout of own's: heads or tokens first."""
+    """Merge one stack. lse keeps the layout of own's: heads or tokens first."""
     own_out, own_lse = own[0].contiguous(), own[1]
     stack, lses, place = part[0].contiguous(), *part[1:]
     out, lse = torch.empty_like(own_out, dtype=dtype), torch.empty_like(own_lse)
-    if lse.stride() != own_lse.stride():  # own's overlaps, or has gaps
+    if lse.stride() != own_lse.stride():  # own's lse overlaps or has gaps
         own_lse = own_lse.contiguous()
         lse = torch.empty_like(own_lse)
     total_q, num_heads, head_dim_v = out.shape
@@ -156,8 +172,8 @@ def _add_stack(own: State, part: Part, dtype: torch.dtype) -> State:
     return out, lse
 
 
-class Rows(NamedTuple):
-    """Of a tile: which exist; the batch entry, token and head of each."""
+class MergeRows(NamedTuple):
+    """The rows of a tile: whether each exists, and its batch entry, token and head."""
 
     inside: tl.tensor
     b: tl.tensor
@@ -166,9 +182,9 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def _places(rows, start, length, num_heads, HEAD_DIM_V: tl.constexpr, PAD_DIM_V: tl.constexpr):
-    """Where the rows are in a state of `length` tokens from `start` on: which of them, their places
-    in its lse, those of their cells in its out, and which cells exist.
+def _locate_rows(rows, start, length, num_heads, HEAD_DIM_V: tl.constexpr, PAD_DIM_V: tl.constexpr):
+    """The rows in a state of `length` tokens from `start` on: whether the state has them, their
+    offsets in its lse, the offsets of their elements in its out, and which of these exist.
     """
     at, dims = rows.token - start, tl.arange(0, PAD_DIM_V)
     seen = rows.inside & (at >= 0) & (at < length)
@@ -178,19 +194,21 @@ def _places(rows, start, length, num_heads, HEAD_DIM_V: tl.constexpr, PAD_DIM_V:
 
 
 @triton.jit
-def _folded(
+def _fold_state(
     m, l, acc, out_ptr, lse_ptr, rows, start, length, num_heads,
     HEAD_DIM_V: tl.constexpr, PAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
-    """The state with one more, if there is one: this is `merge` of onchip/core/state.py with
-    l = 1 on one side.
+    """Fold one more state, if out_ptr is not None: `merge` of onchip/core/state.py with l = 1 on
+    one side.
     """
     if out_ptr is not None:
-        seen, lses, cells, exist = _places(rows, start, length, num_heads, HEAD_DIM_V, PAD_DIM_V)
+        seen, lses, cells, exist = _locate_rows(
+            rows, start, length, num_heads, HEAD_DIM_V, PAD_DIM_V
+        )
         lse = tl.load(lse_ptr + lses, mask=seen, other=float("-inf")).to(tl.float64)
         part = tl.load(out_ptr + cells, mask=exist, other=0.0)
         m_new = tl.maximum(m, lse)
-        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
+        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key so far
         alpha, beta = _weight(m - pivot), _weight(lse - pivot)
         m, l, acc = m_new, l * alpha + beta, acc * alpha[:, None] + part * beta[:, None]
     return m, l, acc
@@ -198,7 +216,7 @@ def _folded(
 
 @triton.jit
 def _weight(x):
-    """exp of what fp64 has subtracted, in fp32."""
+    """exp(x) in fp32 of a difference that was computed in fp64."""
     return tl.exp2(x.to(tl.float32) * LOG2E)
 
 
@@ -211,13 +229,13 @@ def fold_kernel(
     num_heads, num_rows, seqlen, s0, s1, s2, s3, n0, n1, n2, n3,
     HEAD_DIM_V: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
-    """TILE_M rows, token by token and head by head, of a state into which up to four more are
-    folded, in place. State i is of n_i tokens of every batch entry, from token s_i on.
+    """Fold up to four states into TILE_M rows of one state, in place. Rows are ordered token by
+    token and head by head. State i covers n_i tokens of every batch entry, from token s_i on.
     """
     row = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     token = (row // num_heads).to(tl.int64)
-    rows = Rows(row < num_rows, token // seqlen, token % seqlen, row % num_heads)
-    seen, lses, cells, exist = _places(rows, 0, seqlen, num_heads, HEAD_DIM_V, PAD_DIM_V)
+    rows = MergeRows(row < num_rows, token // seqlen, token % seqlen, row % num_heads)
+    seen, lses, cells, exist = _locate_rows(rows, 0, seqlen, num_heads, HEAD_DIM_V, PAD_DIM_V)
     if FRESH:
         m = tl.full([TILE_M], float("-inf"), tl.float64)
         acc = tl.zeros([TILE_M, PAD_DIM_V], tl.float32)
@@ -225,28 +243,28 @@ def fold_kernel(
         m = tl.load(own_lse_ptr + lses, mask=seen, other=float("-inf"))
         acc = tl.load(own_ptr + cells, mask=exist, other=0.0)
     l = tl.where(m > float("-inf"), 1.0, 0.0)
-    m, l, acc = _folded(
+    m, l, acc = _fold_state(
         m, l, acc, ptr0, lse_ptr0, rows, s0, n0, num_heads, HEAD_DIM_V, PAD_DIM_V
     )  # fmt: skip
-    m, l, acc = _folded(
+    m, l, acc = _fold_state(
         m, l, acc, ptr1, lse_ptr1, rows, s1, n1, num_heads, HEAD_DIM_V, PAD_DIM_V
     )  # fmt: skip
-    m, l, acc = _folded(
+    m, l, acc = _fold_state(
         m, l, acc, ptr2, lse_ptr2, rows, s2, n2, num_heads, HEAD_DIM_V, PAD_DIM_V
     )  # fmt: skip
-    m, l, acc = _folded(
+    m, l, acc = _fold_state(
         m, l, acc, ptr3, lse_ptr3, rows, s3, n3, num_heads, HEAD_DIM_V, PAD_DIM_V
     )  # fmt: skip
     tl.store(own_lse_ptr + lses, m + (tl.log2(l) * LN2).to(tl.float64), mask=seen)
     tl.store(own_ptr + cells, acc / tl.where(l == 0, 1.0, l)[:, None], mask=exist)
 
 
-_fold_kernel = Handle(fold_kernel)
+_fold_kernel = CachedLauncher(fold_kernel)
 MOST_FOLDED = 4
 
 
 def fold(own: State, parts: Sequence[tuple[int, Tensor, Tensor]], fresh: bool = False) -> None:
-    """Fold states of some tokens into one of all, in place; see entry.py."""
+    """Fold states that cover some tokens into one that covers all, in place; see entry.py."""
     (out, lse), absent = own, MOST_FOLDED - len(parts)
     batch, seqlen, num_heads, head_dim_v = out.shape
     starts, outs, lses = zip(*parts, strict=True) if parts else ((), (), ())

@@ -1,13 +1,23 @@
-"""Operands of 8 bits, as onchip/quant/recipes.py defines them, in few passes over q, k and v.
+"""Quantise q, k and v to 8 bits for the Hopper forward, as onchip/quant/recipes.py defines it.
 
-What comes out is laid out for the copy engine, in blocks of 128 tokens of one head and one sequence
-that are whole tiles, zeros past the end: no tile ever meets the numbers of a neighbour. Blocks of a
-head follow one another; in packed calls a sequence begins block first // 128 + its number, which
-leaves each of them room enough and needs no sum over lengths.
+    k -> sums_kernel -> means_kernel -> mean of the keys, rotated
+    q -> rotate_kernel -> q M, quantised; shift = softmax_scale * q.mean     blocks of 128 tokens
+    k -> rotate_kernel -> k M - mean, quantised
+    v -> values_kernel -> transposed, quantised
 
-- q, k (128, PAD): rotated, keys without the mean of their sequence; e4m3 with a scale for each
-  block, or int8 with one for each token.
-- v (PAD, 128): e4m3 with a scale for each block, keys of every 16 in another order (`key_of`).
+    sequence of 300 tokens:   | block 0: 128 | block 1: 128 | block 2: 44 + 84 zeros |
+
+Outputs are laid out for TMA, in blocks of 128 tokens of one head and one sequence. Blocks are whole
+tiles, zeros past the end: no tile ever reads a neighbour's numbers. Blocks of a head are
+contiguous. In packed calls a sequence begins at block first // 128 + its index, which leaves enough
+blocks for each sequence and needs no sum over lengths.
+
+- q, k (128, PAD): rotated, keys minus the mean of their sequence; e4m3 with one scale per block, or
+  int8 with one per token.
+- v (PAD, 128): e4m3 with one scale per block; every 16 keys are permuted (`key_of`).
+
+Worked shape: batch 1, one head, 300 tokens: 3 blocks each of q, k and v; 1 part of the key sums.
+The kernel that reads them is hopper/forward8.py; its loop is taught in examples/versions/v3.py.
 """
 
 from functools import lru_cache
@@ -19,32 +29,32 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.runtime.launcher import CachedLauncher
 from onchip.kernels.tiles import TRITON_ROTATE, TRITON_SUMS, TRITON_TRANSPOSE
-from onchip.kernels.triton.eight import quantised, scale_of
+from onchip.kernels.triton.kv8 import compute_scale, quantise
 from onchip.kernels.triton.launch import launch_options, padded
-from onchip.kernels.triton.tile import LOG2E, clamped, dot
+from onchip.kernels.triton.tile import LOG2E, dot, load_clamped
 from onchip.quant import rotation
 from onchip.quant.recipes import RECIPES
 from onchip.quant.schemes import Scheme
 
 BLOCK = 128  # tokens that share a scale
-SPANS = 64  # parts that keys are summed in, at most
-SHORTEST = 1024  # keys of such a part, at least
-# Blocks of q and k follow one another in a program, which loads the next while it computes, as long
-# as there are so many programs: four for each processor of an H200.
+SPANS = 64  # at most so many parts of the sum over keys
+SHORTEST = 1024  # at least so many keys per part
+# One program processes several blocks of q or k in a row, loading the next while it computes, as
+# long as there are PROGRAMS programs: four for each processor of an H200.
 PROGRAMS, LONGEST_STRIP = 528, 8
-# An accumulator in units of v's scale passes from block to block by the ratio of their scales,
-# which must not leave fp32: of blocks of smaller values than this, 2^-61, some bits are lost.
+# The accumulator is in units of v's scale, and moves from block to block by the ratio of their
+# scales, which must stay in fp32's range. Blocks with values below this, 2^-61, lose some bits.
 LEAST = tl.constexpr(448 * 2.0**-70)
 
 _BLOCK, _SPANS = tl.constexpr(BLOCK), tl.constexpr(SPANS)
 _LENGTHS = ("seqlen", "total", "tiles", "strip", "blocks", "span", "spans", "group_size")
 
 
-class Blocks(NamedTuple):
+class QuantisedBlocks(NamedTuple):
     """Values (heads * blocks * 128, pad), for v (heads * blocks * pad, 128), and their scales, one
-    for each block or each token. `count`: blocks of a head, of all sequences of a packed call.
+    per block or per token. count: blocks of a head, over all sequences of a packed call.
     """
 
     values: Tensor
@@ -52,12 +62,12 @@ class Blocks(NamedTuple):
     count: int
 
 
-class Operands(NamedTuple):
-    """pairs (blocks, 2): the scales of blocks of k and of v, where there are such."""
+class QuantisedOperands(NamedTuple):
+    """pairs (blocks, 2): the scales of each block of k and of v, if scales are per block."""
 
-    q: Blocks
-    k: Blocks
-    v: Blocks | None
+    q: QuantisedBlocks
+    k: QuantisedBlocks
+    v: QuantisedBlocks | None
     pairs: Tensor
 
 
@@ -67,13 +77,13 @@ def _sequence(cu_ptr, b, seqlen, total):
     if cu_ptr is None:
         return b, 0, seqlen
     else:
-        first, length = clamped(cu_ptr + b, total)
+        first, length = load_clamped(cu_ptr + b, total)
         return 0, first, length
 
 
 @triton.jit
 def _first_block(cu_ptr, plane, b, head, first, blocks):
-    """Where the blocks of a sequence and head begin; `blocks` of them belong to a head."""
+    """The first block of a sequence and head; a head has `blocks` of them."""
     if cu_ptr is None:
         return plane * blocks
     else:
@@ -106,7 +116,7 @@ def sums_kernel(
     start, stop = part * span, tl.minimum(part * span + span, length)
     tokens = tl.arange(0, TILE)
     acc = tl.zeros([TILE, PAD], tl.float32)
-    for t in tl.range(start, stop, TILE, num_stages=4):  # said here, or loads would not run ahead
+    for t in tl.range(start, stop, TILE, num_stages=4):  # otherwise loads would not be pipelined
         rows = _rows(k_ptr, entry, first + t + tokens, head, stride_b, stride_s, stride_h)
         acc += _load(rows, t + tokens < stop, DIM, PAD).to(tl.float32)
     at = (plane.to(tl.int64) * spans + part) * PAD
@@ -138,13 +148,13 @@ def means_kernel(
 
 @triton.jit
 def _scale(x, scale_ptr, DTYPE: tl.constexpr, LEAST_MAX: tl.constexpr):
-    """The one scale of a block, stored; no largest element counts for less than LEAST_MAX. As
-    integers magnitudes have the same order, and what is not finite is the largest.
+    """The scale of a block, also stored. The largest element counts for at least LEAST_MAX.
+    Magnitudes have the same order as integers, and inf and NaN are the largest of them.
     """
     bits: tl.constexpr = tl.int32 if x.dtype == tl.float32 else tl.int16
     top = tl.max(tl.abs(x).to(bits, bitcast=True)).to(bits)
     largest = top.to(x.dtype, bitcast=True).to(tl.float32)
-    scale = scale_of(tl.maximum(largest, LEAST_MAX), largest * 0.0, DTYPE)
+    scale = compute_scale(tl.maximum(largest, LEAST_MAX), largest * 0.0, DTYPE)
     tl.store(scale_ptr, scale)
     return scale
 
@@ -171,8 +181,8 @@ def rotate_kernel(
     softmax_scale, KEYS: tl.constexpr, PER_TOKEN: tl.constexpr, DIM: tl.constexpr,
     PAD: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of 128 tokens of one head of k (KEYS) or of q, which meets the keys' mean for what it
-    changes: shift, laid out like lse, is softmax_scale * q.mean, in powers of two.
+    """Blocks of 128 tokens of one head of k (KEYS) or of q. q also gives shift, laid out like lse:
+    softmax_scale * q.mean in log2 units, the change of lse by subtracting the mean from the keys.
     """
     plane, start = _strip_of(tiles, strip)
     b, head = plane // num_heads, plane % num_heads
@@ -187,7 +197,7 @@ def rotate_kernel(
         exist = tokens < length
         rows = _rows(x_ptr, entry, first + tokens, head, stride_b, stride_s, stride_h)
         x = dot(_load(rows, exist, DIM, PAD), m, None)
-        x *= tl.load(norms_ptr + dims)[None, :]  # anew, or there would be no registers for it
+        x *= tl.load(norms_ptr + dims)[None, :]  # reloaded per block: it would not fit registers
         mean = tl.load(means_ptr + dims)
         if KEYS:
             x = tl.where(exist[:, None], x - mean[None, :], 0.0)
@@ -196,18 +206,18 @@ def rotate_kernel(
             place = tl.cast(entry, tl.int64) * num_heads + head
             tl.store(shift_ptr + place * total + first + tokens, shift, mask=exist)
         if PER_TOKEN:
-            scale = scale_of(tl.max(tl.abs(x), 1), tl.sum(x * 0.0, 1), kind)
+            scale = compute_scale(tl.max(tl.abs(x), 1), tl.sum(x * 0.0, 1), kind)
             tl.store(scales_ptr + (at + block) * _BLOCK + tl.arange(0, _BLOCK), scale)
-            _store_values(values_ptr, quantised(x, scale[:, None], kind), at + block)
+            _store_values(values_ptr, quantise(x, scale[:, None], kind), at + block)
         else:
             scale = _scale(x, scales_ptr + (at + block) * APART, kind, 0.0)
-            _store_values(values_ptr, quantised(x, scale, kind), at + block)
+            _store_values(values_ptr, quantise(x, scale, kind), at + block)
 
 
 @triton.jit
 def key_of(place):
-    """The key that stands at a place of v. Of every 16 columns of scores a thread's accumulator has
-    two and, eight further on, two more; of an operand of 8 bits it has four in a row.
+    """The key at a column of v. In an accumulator of scores a thread holds, of every 16 columns,
+    two and then two more 8 columns later; in an 8-bit operand it holds four adjacent ones.
     """
     return (place & -16) | (place & 1) | ((place & 2) << 2) | ((place & 12) >> 1)
 
@@ -229,17 +239,17 @@ def values_kernel(
     at = _first_block(cu_ptr, plane, b, head, first, blocks) + block
     kind: tl.constexpr = values_ptr.dtype.element_ty
     scale = _scale(x, scales_ptr + at * APART, kind, LEAST)
-    _store_values(values_ptr, tl.trans(quantised(x.to(tl.float32), scale, kind)), at)
+    _store_values(values_ptr, tl.trans(quantise(x.to(tl.float32), scale, kind)), at)
 
 
-_sums_kernel = Handle(sums_kernel)
-_means_kernel = Handle(means_kernel)
-_rotate_kernel = Handle(rotate_kernel)
-_values_kernel = Handle(values_kernel)
+_sums_kernel = CachedLauncher(sums_kernel)
+_means_kernel = CachedLauncher(means_kernel)
+_rotate_kernel = CachedLauncher(rotate_kernel)
+_values_kernel = CachedLauncher(values_kernel)
 
 
-class Side(NamedTuple):
-    """Queries or keys of a call: how many tokens, whose offsets."""
+class OperandSizes(NamedTuple):
+    """Sizes of the queries or the keys of a call, and their cu_seqlens."""
 
     seqlen: int
     total: int
@@ -249,14 +259,14 @@ class Side(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Of a head: of one sequence of a dense call, of all sequences of a packed one."""
+        """Blocks of a head: of one sequence of a dense call, of all sequences of a packed one."""
         if self.cu_seqlens is None:
             return triton.cdiv(self.seqlen, BLOCK)
         return self.total // BLOCK + self.batch
 
     @property
     def tiles(self) -> int:
-        """Blocks that the longest sequence has of a head."""
+        """Blocks of a head in the longest sequence."""
         return triton.cdiv(self.seqlen, BLOCK)
 
     @property
@@ -265,7 +275,7 @@ class Side(NamedTuple):
 
     @property
     def strip(self) -> int:
-        """Blocks to a program."""
+        """Blocks per program."""
         return min(max(1, self.tiles * self.planes // PROGRAMS), self.tiles, LONGEST_STRIP)
 
     @property
@@ -274,21 +284,23 @@ class Side(NamedTuple):
 
     @property
     def all_blocks(self) -> int:
-        """Of all heads and sequences."""
+        """Blocks of all heads and sequences."""
         return self.heads * self.blocks * (self.batch if self.cu_seqlens is None else 1)
 
-    def room(self, t: Tensor, pad: int, scheme: Scheme, scales: Tensor | None = None) -> Blocks:
-        """For blocks of t; scales of blocks may have a place already."""
+    def allocate(
+        self, t: Tensor, pad: int, scheme: Scheme, scales: Tensor | None = None
+    ) -> QuantisedBlocks:
+        """Uninitialised blocks for t. Scales per block may already have memory (`scales`)."""
         values = t.new_empty(self.all_blocks * BLOCK * pad, dtype=scheme.format.dtype)
         if scales is None or scheme.per == "token":
             each = 1 if scheme.per == "token" else scheme.block
             scales = t.new_empty(self.all_blocks * BLOCK // each, dtype=torch.float32)
-        return Blocks(values, scales, self.blocks)
+        return QuantisedBlocks(values, scales, self.blocks)
 
 
-class Rotation(NamedTuple):
-    """matrix (pad, pad) of 1, -1 and 0, which 16 bits hold, and what its columns are multiplied
-    with: together `onchip.quant.rotation.matrix`.
+class RotationMatrix(NamedTuple):
+    """matrix (pad, pad) of 1, -1 and 0, exact in 16 bits, and the factor of each of its columns:
+    together `onchip.quant.rotation.matrix`.
     """
 
     matrix: Tensor
@@ -296,43 +308,45 @@ class Rotation(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def rotation_of(head_dim: int, dtype: torch.dtype, device: torch.device) -> Rotation:
+def get_rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> RotationMatrix:
     pad = padded_width(head_dim)
     whole = torch.zeros(pad, pad)
     whole[:head_dim, :head_dim] = rotation.matrix(head_dim)
     norms = whole.abs().amax(0)
-    return Rotation(whole.sign().to(device, dtype), norms.to(device))
+    return RotationMatrix(whole.sign().to(device, dtype), norms.to(device))
 
 
 def padded_width(head_dim: int) -> int:
     return max(64, padded(head_dim))
 
 
-def prepare(problem: Problem, x: Tensors, shift: Tensor) -> Operands:
-    """q, k and v as the recipe of problem.precision has them; shift, fp32 and laid out like lse, is
-    filled with what the lse of these operands is short of, in powers of two.
+def prepare(problem: Problem, x: Tensors, shift: Tensor) -> QuantisedOperands:
+    """q, k and v as the recipe of problem.precision has them. shift, fp32 and laid out like lse,
+    receives the difference between the true lse and that of these operands, in log2 units.
     """
     recipe = RECIPES[problem.precision]
     queries = _side(problem.seqlen_q, problem.batch, x.q, x.cu_seqlens_q)
     keys = _side(problem.seqlen_k, problem.batch, x.k, x.cu_seqlens_k)
-    rotation = rotation_of(problem.head_dim, x.q.dtype, x.q.device)
-    mean = mean_of_keys(x.k, keys, rotation)
+    rotation = get_rotation(problem.head_dim, x.q.dtype, x.q.device)
+    mean = compute_key_means(x.k, keys, rotation)
     pairs = x.k.new_empty(keys.all_blocks, 2, dtype=torch.float32)
-    q = queries.room(x.q, len(rotation.norms), recipe.q)
-    k = keys.room(x.k, len(rotation.norms), recipe.k, pairs[:, 0])
-    rotated(x.q, queries, q, mean, shift, rotation, problem.softmax_scale, problem.group_size)
-    rotated(x.k, keys, k, mean, None, rotation)
-    v = None if recipe.v is None else transposed(x.v, keys, recipe.v, pairs[:, 1])
-    return Operands(q, k, v, pairs)
+    q = queries.allocate(x.q, len(rotation.norms), recipe.q)
+    k = keys.allocate(x.k, len(rotation.norms), recipe.k, pairs[:, 0])
+    rotate_operand(
+        x.q, queries, q, mean, shift, rotation, problem.softmax_scale, problem.group_size
+    )
+    rotate_operand(x.k, keys, k, mean, None, rotation)
+    v = None if recipe.v is None else transpose_values(x.v, keys, recipe.v, pairs[:, 1])
+    return QuantisedOperands(q, k, v, pairs)
 
 
-def _side(seqlen: int, batch: int, t: Tensor, cu_seqlens: Tensor | None) -> Side:
+def _side(seqlen: int, batch: int, t: Tensor, cu_seqlens: Tensor | None) -> OperandSizes:
     total = seqlen if cu_seqlens is None else t.shape[0]
-    return Side(seqlen, total, t.shape[-2], cu_seqlens, batch)
+    return OperandSizes(seqlen, total, t.shape[-2], cu_seqlens, batch)
 
 
-def mean_of_keys(k: Tensor, side: Side, rotation: Rotation) -> Tensor:
-    """Rotated, fp32 (batch * heads, pad)."""
+def compute_key_means(k: Tensor, side: OperandSizes, rotation: RotationMatrix) -> Tensor:
+    """The means of the keys, rotated, fp32 (batch * heads, pad)."""
     pad = len(rotation.norms)
     span = max(SHORTEST, triton.next_power_of_2(triton.cdiv(side.seqlen, SPANS)))
     spans = triton.cdiv(side.seqlen, span)
@@ -347,11 +361,12 @@ def mean_of_keys(k: Tensor, side: Side, rotation: Rotation) -> Tensor:
     return means
 
 
-def rotated(
-    t: Tensor, side: Side, blocks: Blocks, mean: Tensor, shift: Tensor | None, rotation: Rotation,
+def rotate_operand(
+    t: Tensor, side: OperandSizes, blocks: QuantisedBlocks, mean: Tensor, shift: Tensor | None,
+    rotation: RotationMatrix,
     softmax_scale: float = 0.0, group_size: int = 1,
 ) -> None:  # fmt: skip
-    """Fill blocks with q, and then also the shift of its lse, or without a shift with k."""
+    """Fill blocks with q and `shift`, or without a shift with k."""
     _rotate_kernel[(side.programs,)](
         t, blocks.values, blocks.scales, mean, mean if shift is None else shift, side.cu_seqlens,
         *rotation, *_strides(t), side.seqlen, side.total, side.heads, group_size, side.tiles,
@@ -363,9 +378,11 @@ def rotated(
     )  # fmt: skip
 
 
-def transposed(v: Tensor, side: Side, scheme: Scheme, scales: Tensor) -> Blocks:
+def transpose_values(
+    v: Tensor, side: OperandSizes, scheme: Scheme, scales: Tensor
+) -> QuantisedBlocks:
     pad = padded_width(v.shape[-1])
-    blocks = side.room(v, pad, scheme, scales)
+    blocks = side.allocate(v, pad, scheme, scales)
     _values_kernel[(side.tiles * side.planes,)](
         v, blocks.values, blocks.scales, side.cu_seqlens, *_strides(v), side.seqlen, side.total,
         side.heads, side.tiles, blocks.count,

@@ -1,10 +1,26 @@
-"""Which program takes which keys of which queries. The lengths lie on the device, so the cuts are
-made there, by every program for itself; the host knows no more than how many programs suffice.
+"""Split-KV scheduling on the device: which program computes which keys of which queries.
 
-A unit is one tile of queries of one sequence and one split of its keys, the same for every group of
-heads. Units are numbered by sequence, tile and split. A sequence that is cut leaves states in
-scratch memory, one slot for each of its units, and one record for each tile of queries, by which
-the merge finds them: (first token, first row, rows, first slot, splits).
+The lengths of sequences are in device memory, so every program computes the splits for itself; the
+host only launches enough programs.
+
+    sequence 0: 300 keys     |k0 |k1 |k2|                      3 key tiles of 128
+    sequence 1: 1,000 keys   |k0 |k1 |k2 |k3 |k4 |k5 |k6 |k7|  8 key tiles
+
+    at most 4 tiles a split:  unit 0 = sequence 0, k0-k2   stores its result
+                              unit 1 = sequence 1, k0-k3   stores slot 0, and record 0
+                              unit 2 = sequence 1, k4-k7   stores slot 1
+                              merge: record 0 -> slots 0 and 1 -> result
+
+A work unit is one tile of queries of one sequence and one split of its keys; it is the same for
+every kv head. Units are numbered by sequence, tile and split. Each unit of a split sequence stores
+its state in one slot of scratch memory. Each tile of queries of a split sequence stores one record
+for the merge: (first token, first row, rows, first slot, splits).
+
+Worked shape: batch 1, 300 tokens of cache, one query, tile 128: 3 tiles of keys. Split for 3 units
+it takes 3 programs per kv head, 3 slots and 1 record; unsplit, 1 program and no scratch memory.
+
+Used by decode.py; the slots are merged by merge.py. The loop over one split is that of
+examples/versions/v2.py.
 """
 
 from typing import NamedTuple
@@ -12,14 +28,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from onchip.kernels.triton.tile import Sequence, clamped, sequence_of
+from onchip.kernels.triton.tile import SequenceInfo, load_clamped, load_sequence
 
-RECORD = tl.constexpr(8)  # int32 of a record; the record before the first holds their number
+RECORD = tl.constexpr(8)  # int32 per record; the first record holds the number of the others
 
 
-class Lengths(NamedTuple):
-    """Where the lengths of a call are: offsets if packed, cache_seqlens if paged. Dense calls have
-    total_q queries and total_k keys a sequence; no sequence has more keys than total_k.
+class SequenceLengths(NamedTuple):
+    """The lengths of a call: cu_seqlens if packed, cache_seqlens if paged. Dense calls have total_q
+    queries and total_k keys per sequence. No sequence has more than total_k keys.
     """
 
     cu_seqlens_q: tl.tensor
@@ -30,10 +46,10 @@ class Lengths(NamedTuple):
     batch: tl.tensor
 
 
-class Cut(NamedTuple):
-    """How keys are cut. `units`: how many should share the work; `least`: the fewest tiles worth a
-    program. `fixed`: tiles of a split whatever else there is to do, or None. num_units: how many
-    were launched. Without `units` nothing is cut.
+class SplitPlan(NamedTuple):
+    """How keys are split. units: number of units that should share the work, None for no splits.
+    least: fewest tiles per split. fixed: tiles per split independent of the other sequences, or
+    None. num_units: number of units launched.
     """
 
     units: tl.tensor
@@ -42,9 +58,9 @@ class Cut(NamedTuple):
     num_units: tl.tensor
 
 
-class Unit(NamedTuple):
-    """Tile `tile` of the queries of sequence b, and its keys from tile `begin` to tile `end`, which
-    is one of `count` splits. `slot` and `record` are its own, and its tile's, if count > 1.
+class WorkUnit(NamedTuple):
+    """Tile `tile` of the queries of sequence b, and tiles begin : end of its keys: one of `count`
+    splits. If count > 1, `slot` is the unit's slot and `record` the record of its tile.
     """
 
     b: tl.tensor
@@ -60,24 +76,24 @@ class Unit(NamedTuple):
 
 @triton.jit
 def sequence_at(lengths, b):
-    """Sequence b, or a block of them, clamped to the tensors like tile.sequence_of."""
+    """SequenceInfo b, or a block of them, clamped to the tensors like tile.load_sequence."""
     if lengths.cache_seqlens is None:
-        return sequence_of(
+        return load_sequence(
             lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.total_q, lengths.total_k, b
         )
     else:
         seqlen_k = tl.load(lengths.cache_seqlens + b)
         seqlen_k = tl.minimum(tl.maximum(seqlen_k, 0), lengths.total_k)
         if lengths.cu_seqlens_q is None:
-            return Sequence(b, 0, lengths.total_q, 0, seqlen_k)
+            return SequenceInfo(b, 0, lengths.total_q, 0, seqlen_k)
         else:
-            start_q, seqlen_q = clamped(lengths.cu_seqlens_q + b, lengths.total_q)
-            return Sequence(0, start_q, seqlen_q, 0, seqlen_k)
+            start_q, seqlen_q = load_clamped(lengths.cu_seqlens_q + b, lengths.total_q)
+            return SequenceInfo(0, start_q, seqlen_q, 0, seqlen_k)
 
 
 @triton.jit
 def _tiles(at, left, group_size, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """(tiles of queries, first tile of keys that any of them sees, how many tiles from there)."""
+    """(tiles of queries, first tile of keys that any of them sees, number of tiles from there)."""
     tiles_q = tl.cdiv(at.seqlen_q * group_size, TILE_M)
     first = at.seqlen_k * 0
     if left is not None:
@@ -86,52 +102,52 @@ def _tiles(at, left, group_size, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def _splits(cut, work, tiles_q, tiles):
-    """(splits, tiles of each). Fixed cuts leave sequences with many queries whole: they have
-    programs enough, and what a sequence is cut into must depend on itself alone.
+def _splits(plan, work, tiles_q, tiles):
+    """(splits, tiles per split). With fixed splits, sequences with several tiles of queries are not
+    split: they have enough programs, and the splits of a sequence must not depend on the others.
     """
-    if cut.units is None:
+    if plan.units is None:
         return tiles_q * 0 + 1, tl.maximum(tiles, 1)
     else:
-        if cut.fixed is None:
-            most = tl.maximum(((work + cut.units - 1) // cut.units).to(tl.int32), cut.least)
+        if plan.fixed is None:
+            most = tl.maximum(((work + plan.units - 1) // plan.units).to(tl.int32), plan.least)
         else:
-            most = tl.where(tiles_q > 1, tl.maximum(tiles, 1), cut.fixed)
+            most = tl.where(tiles_q > 1, tl.maximum(tiles, 1), plan.fixed)
         per = tl.maximum(tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, most), 1)), 1)
         return tl.maximum(tl.cdiv(tiles, per), 1), per
 
 
 @triton.jit
 def unit_of(
-    lengths, cut, unit, left, group_size, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    lengths, plan, unit, left, group_size, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     BATCH: tl.constexpr,
 ):  # fmt: skip
-    """The Unit of a number, its Sequence, and how many records there are. BATCH is a power of two,
-    not below the batch.
+    """The WorkUnit with index `unit`, its SequenceInfo, and the number of records. BATCH is a power
+    of two, at least the batch size.
     """
     if lengths.cache_seqlens is None and lengths.cu_seqlens_q is None:
         b, start, slot, record, num_records, work = _count_alike(
-            lengths, cut, unit, left, group_size, TILE_M, TILE_N
+            lengths, plan, unit, left, group_size, TILE_M, TILE_N
         )
     else:
         b, start, slot, record, num_records, work = _count(
-            lengths, cut, unit, left, group_size, TILE_M, TILE_N, BATCH
+            lengths, plan, unit, left, group_size, TILE_M, TILE_N, BATCH
         )
     at = sequence_at(lengths, tl.minimum(b, lengths.batch - 1))
     tiles_q, first, tiles = _tiles(at, left, group_size, TILE_M, TILE_N)
-    count, per = _splits(cut, work, tiles_q, tiles)
-    exists = (b < lengths.batch) & (start + tiles_q * count <= cut.num_units)
+    count, per = _splits(plan, work, tiles_q, tiles)
+    exists = (b < lengths.batch) & (start + tiles_q * count <= plan.num_units)
     local = unit - start
-    tile = tiles_q - 1 - local // count  # the last queries see most keys: they go first
+    tile = tiles_q - 1 - local // count  # the last queries see the most keys: they start first
     begin = first + local % count * per
     end = tl.minimum(begin + per, first + tiles)
-    mine = Unit(b, tile, local % count, count, begin, end, slot + local, record + tile, exists)
+    mine = WorkUnit(b, tile, local % count, count, begin, end, slot + local, record + tile, exists)
     return mine, at, num_records
 
 
 @triton.jit
 def _count(
-    lengths, cut, unit, left, group_size, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    lengths, plan, unit, left, group_size, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     BATCH: tl.constexpr,
 ):  # fmt: skip
     """(sequence, its first unit, slots and records before it, records in all, tiles in all)."""
@@ -140,11 +156,11 @@ def _count(
     tiles_q, _, tiles = _tiles(at, left, group_size, TILE_M, TILE_N)
     tiles_q = tl.where(e < lengths.batch, tiles_q, 0)
     work = tl.sum(tiles_q.to(tl.int64) * tiles, 0)
-    count, _ = _splits(cut, work, tiles_q, tiles)
+    count, _ = _splits(plan, work, tiles_q, tiles)
     stop = tl.cumsum(tiles_q * count, 0)
     b = tl.sum((stop <= unit).to(tl.int32), 0)
     start = tl.max(tl.where(stop <= unit, stop, 0), 0)
-    stored = (count > 1) & (stop <= cut.num_units)  # bad offsets ask for more than was launched
+    stored = (count > 1) & (stop <= plan.num_units)  # bad offsets may need more than were launched
     before = stored & (e < b)
     slots = tl.sum(tl.where(before, tiles_q * count, 0), 0)
     records = tl.sum(tl.where(before, tiles_q, 0), 0)
@@ -152,12 +168,12 @@ def _count(
 
 
 @triton.jit
-def _count_alike(lengths, cut, unit, left, group_size, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """The same where all sequences are alike."""
+def _count_alike(lengths, plan, unit, left, group_size, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """The same if all sequences have the same lengths: no loop over the batch."""
     at = sequence_at(lengths, unit)
     tiles_q, _, tiles = _tiles(at, left, group_size, TILE_M, TILE_N)
     work = tl.cast(tiles_q * lengths.batch, tl.int64) * tiles
-    count, _ = _splits(cut, work, tiles_q, tiles)
+    count, _ = _splits(plan, work, tiles_q, tiles)
     b = unit // (tiles_q * count)
     start = b * tiles_q * count
     return b, start, start, b * tiles_q, tl.where(count > 1, lengths.batch * tiles_q, 0), work

@@ -1,5 +1,5 @@
-"""How exponentials are taken and accumulators rescaled: as FlashAttention-2 does, or as
-FlashAttention-4 does, whose tensor cores outran the exponential unit.
+"""Exponentials and rescaling: as in FlashAttention-2, or as in FlashAttention-4, for tensor cores
+that are faster than the exponential unit.
 """
 
 import math
@@ -9,10 +9,10 @@ import torch
 
 from .memory import Tile
 
-# p(f) ~ 2^f on [0, 1) with p(0) = 1, so that 2^n is exact: the smallest largest relative error.
-# Degree 3 is FlashAttention-4's (flash_attn/cute/utils.py), off by up to 8.8e-5: a twentieth of
-# what rounding to bf16 costs. Ours (by Remez' exchange): degree 4 is off by 2.9e-6, degree 6 by
-# 2.0e-9, below fp32's rounding.
+# p(f) ~ 2^f on [0, 1) with p(0) = 1, so that 2^n is exact, and the smallest maximal relative error.
+# Degree 3 is FlashAttention-4's (flash_attn/cute/utils.py), off by up to 8.8e-5: a twentieth of the
+# error of rounding to bf16. The others are by Remez' exchange: degree 4 is off by 2.9e-6, degree 6
+# by 2.0e-9, below fp32's rounding.
 POLYNOMIALS = {
     3: (1.0, 0.6951461434, 0.2275643945, 0.0771190897),
     4: (1.0, 0.6930448449030171, 0.241280204751324, 0.052242474223804014, 0.013426684271564347),
@@ -29,8 +29,8 @@ POLYNOMIALS = {
 
 
 class Arithmetic(NamedTuple):
-    """degree: of the polynomial in place of exp, None for exp itself. threshold_log2: a maximum
-    that grew by less keeps its old value, None if it always follows.
+    """degree: of the polynomial instead of exp, None for exp itself. threshold_log2: a maximum that
+    grew by less keeps its old value; None: it is always updated.
     """
 
     kernel: str
@@ -41,8 +41,8 @@ class Arithmetic(NamedTuple):
         return x.exp() if self.degree is None else exp2(x * math.log2(math.e), self.degree)
 
     def moved(self, m: Tile, m_new: Tile) -> Tile:
-        """The maximum to subtract from now on. A stale one is too small by a factor of at most
-        2^threshold in p and l, which the division by l takes out again.
+        """The maximum to subtract from now on. A stale maximum makes p and l too large by a factor
+        of at most 2^threshold, which the division by l removes.
         """
         if self.threshold_log2 is None:
             return m_new
@@ -50,7 +50,7 @@ class Arithmetic(NamedTuple):
         return m_new.select(lambda x: torch.where(far, x, m.x))
 
     def rescaled(self, acc: Tile, alpha: Tile) -> Tile:
-        """acc * alpha, where alpha is not 1 if maxima may be stale."""
+        """acc * alpha; with stale maxima only rows with alpha != 1 are counted."""
         if self.threshold_log2 is None:
             acc.book.rescales += alpha.x.numel()
             return acc * alpha
@@ -64,8 +64,9 @@ EXACT = Arithmetic("paper_v2")
 
 
 def exp2(x: Tile, degree: int) -> Tile:
-    """2^x for x <= 127 by multiply-adds: 2^floor(x) goes into the exponent as an integer, p of the
-    fraction is Horner's. 0 for x <= -127. Counts 5 + 2 * degree operations a number, and no exp.
+    """2^x for x <= 127 by multiply-adds: 2^floor(x) is added to the exponent as an integer, p of
+    the fraction is evaluated by Horner's rule. 0 for x <= -127. Counts 5 + 2 * degree operations
+    per number, and no exp.
     """
     coefficients = POLYNOMIALS[degree]
     x = x.counted(x.x.clamp(min=-127.0))

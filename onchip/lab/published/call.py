@@ -1,7 +1,7 @@
-"""One plane of a call, as the papers see it: arrays in HBM, tiles of rows and keys, who sees whom.
+"""One head slice of a call as the papers see it: arrays in HBM, tiles of rows and keys, visibility.
 
-Arrays are (batch, kv_heads, group_size, seqlen, dim). The papers have one head; query heads of a
-group each load the keys of their own, as FlashAttention-2 does, so k and v are expanded views.
+Arrays are (batch, kv_heads, group_size, seqlen, dim). The papers have one head. Each query head of
+a group loads its own keys, as in FlashAttention-2, so k and v are expanded views.
 """
 
 from collections.abc import Iterator
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from onchip.core.backend import Result, accumulator_dtype, empty_result, lacks
 from onchip.core.problem import DeviceInfo, Problem, Tensors
-from onchip.kernels.cpu.head_slice import Plane, planes
-from onchip.kernels.cpu.scores import Rectangle, Scorer
+from onchip.kernels.cpu.head_slice import HeadSlice, head_slices
+from onchip.kernels.cpu.scores import Scorer, TileBounds
 from onchip.kernels.tiles import TileConfig
 from onchip.masks.blockmask import BLOCK
 
-from .ledger import Ledger, Step
+from .ledger import Ledger, TileVisit
 from .memory import Array, Span, Tile
 
-WORD_BYTES = 4  # of a mask's bits: 32 keys of a query
+WORD_BYTES = 4  # a word of mask bits: 32 keys of a query
 
 
-def refusal(problem: Problem, device: DeviceInfo) -> str | None:
-    """What no paper has."""
+def explain_unsupported(problem: Problem, device: DeviceInfo) -> str | None:
+    """Why no paper kernel can run the problem, or None."""
     if problem.dtype == torch.float64 and device.type != "cpu":
         return "float64 is served on the CPU"
     return lacks(
@@ -37,36 +37,36 @@ def refusal(problem: Problem, device: DeviceInfo) -> str | None:
     )
 
 
-class Call:
-    """Arrays and tiles of one plane."""
+class PaperCall:
+    """Arrays and tiles of one head slice."""
 
-    def __init__(self, problem: Problem, x: Tensors, plane: Plane, book: Ledger):
-        self.problem, self.book, self.plane = problem, book, plane
-        self.rule = plane.visibility
-        self.scorer = Scorer(problem, x, plane)
+    def __init__(self, problem: Problem, x: Tensors, head_slice: HeadSlice, book: Ledger):
+        self.problem, self.book, self.head_slice = problem, book, head_slice
+        self.rule = head_slice.visibility
+        self.scorer = Scorer(problem, x, head_slice)
         self.wide = accumulator_dtype(problem.dtype)
         self.scratch = book.scratch or self.wide
-        k, v = (plane.of_keys(t).transpose(1, 2) for t in (x.k, x.v))
+        k, v = (head_slice.take_keys(t).transpose(1, 2) for t in (x.k, x.v))
         self.kv_heads = k.shape[1]
-        self.q = self.of_queries("q", x.q)
+        self.q = self.take_queries("q", x.q)
         group = self.q.shape[2]
         shared = lambda t: t.unsqueeze(2).expand(-1, -1, group, -1, -1)
         self.k, self.v = self._array("k", shared(k)), self._array("v", shared(v))
         mask = self.rule.mask
         self._status = None if mask is None else mask.status(self.rule.b, self.rule.h)
 
-    def of_queries(self, name: str, t: Tensor) -> Array:
-        """q, out, dout or dq of this plane."""
-        return self._array(name, self._grouped(self.plane.of_queries(t).transpose(1, 2)))
+    def take_queries(self, name: str, t: Tensor) -> Array:
+        """q, out, dout or dq of this head slice."""
+        return self._array(name, self._grouped(self.head_slice.take_queries(t).transpose(1, 2)))
 
-    def of_rows(self, name: str, t: Tensor) -> Array:
+    def take_rows(self, name: str, t: Tensor) -> Array:
         """lse or another number per row, as one column."""
-        return self._array(name, self._grouped(self.plane.of_rows(t))[..., None])
+        return self._array(name, self._grouped(self.head_slice.take_rows(t))[..., None])
 
     def of_query_heads(self, name: str, t: Tensor) -> Array:
-        """dk or dv as each query head has its own, (batch, seqlen_k, num_heads, dim)."""
-        at = self.plane._replace(rows=self.plane.keys)
-        return self._array(name, self._grouped(at.of_queries(t).transpose(1, 2)))
+        """dk or dv with one per query head, (batch, seqlen_k, num_heads, dim)."""
+        at = self.head_slice._replace(rows=self.head_slice.keys)
+        return self._array(name, self._grouped(at.take_queries(t).transpose(1, 2)))
 
     def new(self, name: str, columns: int, dtype: torch.dtype) -> Array:
         """An uninitialised array of one row per query."""
@@ -79,8 +79,8 @@ class Call:
         return cuts(self.rule.seqlen_k, tiles.tile_n, self.rule.mask is not None)
 
     def seen(self, rows: list[Span], skips: bool) -> list[list[Span]]:
-        """For every tile of rows, the ranges of keys whose tiles must be visited: those that causal
-        and window hide as a whole are left out if `skips`, EMPTY blocks of a mask always.
+        """For every tile of rows, the ranges of keys to visit. EMPTY blocks of a mask are always
+        left out, and with `skips` also tiles that causal and window hide completely.
         """
         rule = self.rule if skips else self.rule._replace(causal=False, window_size=(None, None))
         return [rule.spans(*tile) for tile in rows]
@@ -93,20 +93,22 @@ class Call:
             return s
         return s.select(lambda x: x.masked_fill(~visible, -torch.inf))
 
-    def dropped(self, p: Tile, rows: Span, keys: Span) -> Tile:
-        """p with dropout drawn anew from the seed: no byte of it is ever stored."""
-        at = Rectangle(*rows, *keys)
+    def apply_dropout(self, p: Tile, rows: Span, keys: Span) -> Tile:
+        """p with dropout, drawn again from the seed: the dropout mask is never stored."""
+        at = TileBounds(*rows, *keys)
         shape = p.x.shape
-        return p.select(lambda x: self.scorer.dropped(x.flatten(1, 2), at).view(shape))
+        return p.select(lambda x: self.scorer.apply_dropout(x.flatten(1, 2), at).view(shape))
 
-    def tell(self, kernel: str, rows: Span, keys: Span, s: Tile, state: tuple[Tile, ...]) -> None:
-        """Call the ledger's watcher, if there is one."""
+    def report_visit(
+        self, kernel: str, rows: Span, keys: Span, s: Tile, state: tuple[Tile, ...]
+    ) -> None:
+        """Call the ledger's watch function, if there is one."""
         if self.book.watch is None:
             return
         scores, m, l, acc = (x.x.flatten(1, 2) for x in (s, *state))
-        first = self.plane.first_batch, self.plane.first_head
+        first = self.head_slice.first_batch, self.head_slice.first_head
         so_far = self.book.read_bytes, self.book.write_bytes
-        self.book.watch(Step(kernel, *first, rows, keys, scores, m, l, acc, *so_far))
+        self.book.watch(TileVisit(kernel, *first, rows, keys, scores, m, l, acc, *so_far))
 
     def _array(self, name: str, t: Tensor) -> Array:
         return Array(self.book, name, t, self.wide)
@@ -115,22 +117,22 @@ class Call:
         return t.unflatten(1, (self.kv_heads, -1))
 
     def _read_bits(self, rows: Span, keys: Span) -> None:
-        """Every head reads the words of its PARTIAL blocks."""
+        """Count the mask words of PARTIAL blocks, which every head reads."""
         if self._status is None:
             return
-        words = 0
+        mask_words = 0
         for i, (q0, q1) in blocks(rows):
             for j, (k0, k1) in blocks(keys):
                 if self._status[i, j] == 1:
-                    words += (q1 - q0) * (-(-k1 // 32) - k0 // 32)
+                    mask_words += (q1 - q0) * (-(-k1 // 32) - k0 // 32)
         batch, heads = self.q.shape[0], self.q.shape[1] * self.q.shape[2]
-        if words:
-            self.book.reads["mask"] += words * WORD_BYTES * batch * heads
+        if mask_words:
+            self.book.reads["mask"] += mask_words * WORD_BYTES * batch * heads
 
 
-def calls(problem: Problem, x: Tensors, book: Ledger) -> Iterator[Call]:
-    for plane in planes(problem, x):
-        yield Call(problem, x, plane, book)
+def calls(problem: Problem, x: Tensors, book: Ledger) -> Iterator[PaperCall]:
+    for head_slice in head_slices(problem, x):
+        yield PaperCall(problem, x, head_slice, book)
 
 
 def results(problem: Problem, x: Tensors) -> Result:
@@ -138,8 +140,8 @@ def results(problem: Problem, x: Tensors) -> Result:
 
 
 def cuts(seqlen: int, tile: int, blocked: bool) -> list[Span]:
-    """Ranges of at most `tile`; with a mask none lies in two of its blocks, so that each is EMPTY,
-    PARTIAL or FULL.
+    """Ranges of at most `tile`. With a mask no range spans two of its blocks, so that each is
+    EMPTY, PARTIAL or FULL.
     """
     size = BLOCK if blocked else max(seqlen, 1)
     return [
@@ -150,17 +152,17 @@ def cuts(seqlen: int, tile: int, blocked: bool) -> list[Span]:
 
 
 def blocks(span: Span) -> Iterator[tuple[int, Span]]:
-    """The mask's blocks that a range touches, and its part in each."""
+    """The mask blocks that a range touches, and its part in each."""
     for i in range(span[0] // BLOCK, -(-span[1] // BLOCK)):
         yield i, (max(span[0], i * BLOCK), min(span[1], (i + 1) * BLOCK))
 
 
-def meets(keys: Span, spans: list[Span]) -> bool:
+def overlaps(keys: Span, spans: list[Span]) -> bool:
     return any(lo < keys[1] and keys[0] < hi for lo, hi in spans)
 
 
 def convert(scratch: Array, out: Array) -> None:
-    """One more pass where HBM has held sums in more precision than the result has."""
+    """One more pass over an array that holds sums in more precision than the result has."""
     everything = (0, scratch.shape[-2])
     source = Array(scratch.book, f"{scratch.name}.convert", scratch.data)
     Array(out.book, f"{out.name}.convert", out.data).store(source.load(everything), everything)

@@ -1,4 +1,4 @@
-"""Where gradients lie in HBM while they are summed."""
+"""Buffers of the gradients in HBM while they are summed."""
 
 from collections.abc import Callable
 
@@ -8,15 +8,15 @@ from torch import Tensor
 from onchip.core.backend import Grads, accumulator_dtype, grad_dtype
 from onchip.core.problem import Problem, Tensors
 
-from .call import Call
+from .call import PaperCall
 from .ledger import Ledger
 from .memory import Array, Tile
 
 
 class Gradients:
-    """dq, dk and dv of a call. A dq that is summed in HBM has the ledger's scratch dtype there, and
-    is converted at the end; query heads of a group have a dk and a dv each, summed at the end, as
-    FlashAttention-2 does.
+    """dq, dk and dv of a call. A dq that is summed in HBM has the ledger's scratch dtype, and is
+    converted at the end. Each query head of a group has its own dk and dv, summed at the end, as in
+    FlashAttention-2.
     """
 
     def __init__(self, problem: Problem, x: Tensors, book: Ledger, summed_in_hbm: bool = True):
@@ -32,9 +32,9 @@ class Gradients:
                 for t in (self.dk, self.dv)
             )
 
-    def of(self, call: Call) -> tuple[Array, Array, Array]:
+    def of(self, call: PaperCall) -> tuple[Array, Array, Array]:
         return (
-            call.of_queries("dq", self.sum_q),
+            call.take_queries("dq", self.sum_q),
             call.of_query_heads("dk", self.sum_k),
             call.of_query_heads("dv", self.sum_v),
         )
@@ -52,7 +52,7 @@ class Gradients:
         self._pass(name, grouped, whole[..., None], Tile.rowsum)
 
     def _pass(self, name: str, source: Tensor, target: Tensor, step: Callable) -> None:
-        """Everything once through the chip."""
+        """Load everything, apply `step`, and store it."""
         rows = 0, source.shape[-2]
         tile = Array(self.book, name, source, self.wide).load(rows)
         Array(self.book, name, target, self.wide).store(step(tile), rows)

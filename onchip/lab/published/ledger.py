@@ -1,4 +1,4 @@
-"""The ledger: what crossed the boundary between HBM and the chip, and what was computed there."""
+"""The ledger: bytes moved between HBM and the chip, and operations computed."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from .arithmetic import Arithmetic
 
 
-class Step(NamedTuple):
-    """One visit of a tile of scores, after it. rows and keys are the half-open ranges of the tile;
-    m, l (batch, heads, rows, 1) and acc (batch, heads, rows, head_dim_v) are the running state of
-    its rows, in v1 with acc already divided by l. They are views: copy what must outlive the call.
+class TileVisit(NamedTuple):
+    """One visited tile of scores, after the visit. rows and keys are the half-open ranges of the
+    tile; m, l (batch, heads, rows, 1) and acc (batch, heads, rows, head_dim_v) are the running
+    state of its rows, in v1 with acc already divided by l. These are views: copy them to keep them
+    after the call.
     """
 
     kernel: str
@@ -45,23 +46,24 @@ class Step(NamedTuple):
 
 class Ledger:
     """Bytes by tensor, and operations: flops of matrix products (a multiply-add is two), exps, and
-    other_ops, one for every number that another operation makes or reduces. Masking and dropout
+    other_ops, one for every number that another operation produces or reduces. Masking and dropout
     are selections and not counted; the bits of PARTIAL blocks are read, as `mask`. rescales: rows
-    whose accumulator was multiplied because the maximum of the row had moved, or might have.
+    in which the accumulator was multiplied because the maximum of the row changed or might have
+    changed.
 
     sram: elements of the inputs' dtype on the chip, None for the 100 KiB of an A100 as in the
-    papers, math.inf for a chip that holds everything. scratch: the dtype of what is in HBM only
-    between two steps (S and P of Algorithm 0, the running O and dQ), None for the accumulator's;
-    that of the inputs is what the papers count, and not accurate. watch: called after every Step.
-    tiles: (tile_m, tile_n) in place of what sram gives. arithmetic: of paper_v4, in place of the
-    one that keeps the contract.
+    papers, math.inf for a chip that holds everything. scratch: the dtype of intermediates in HBM (S
+    and P of Algorithm 0, the running O and dQ), None for the accumulator's; the papers count the
+    inputs' dtype, which is not accurate. watch: called after every TileVisit. tiles: (tile_m,
+    tile_n) instead of the tiles that follow from sram. arithmetic: for paper_v4, instead of the one
+    that keeps the contract.
     """
 
     def __init__(
         self,
         sram: float | None = None,
         scratch: torch.dtype | None = None,
-        watch: Callable[[Step], None] | None = None,
+        watch: Callable[[TileVisit], None] | None = None,
         tiles: tuple[int, int] | None = None,
         arithmetic: "Arithmetic | None" = None,
     ):
@@ -75,7 +77,7 @@ class Ledger:
         self.reads: Counter[str] = Counter()
         self.writes: Counter[str] = Counter()
         self.flops = self.exps = self.other_ops = self.rescales = 0
-        self.kept: dict[int, tuple[Tensor, ...]] = {}  # what a forward leaves in HBM, by its lse
+        self.saved: dict[int, tuple[Tensor, ...]] = {}  # P of a forward in HBM, by lse's address
 
     @property
     def read_bytes(self) -> int:
@@ -90,7 +92,7 @@ class Ledger:
         return self.read_bytes + self.write_bytes
 
     def tiles_for(self, problem: Problem, rule: Callable[..., TileConfig]) -> TileConfig:
-        """The tiles that were given, or what a paper's rule(sram, head_dim, head_dim_v) makes."""
+        """The given tiles, or those of a paper's rule(sram, head_dim, head_dim_v)."""
         sram = paper_sram(self.sram, problem.dtype.itemsize)
         return self.tiles or rule(sram, problem.head_dim, problem.head_dim_v)
 
@@ -110,9 +112,8 @@ _open: list[Ledger] = []
 
 @contextmanager
 def ledger(sram: float | None = None, **options: Any) -> Iterator[Ledger]:
-    """Inside the block every paper kernel of the process writes into the Ledger(sram, **options)
-    given: forwards and backwards alike, whichever thread runs them, the innermost block if there
-    are several.
+    """Inside the block every paper kernel of the process records into the given Ledger(sram,
+    **options): forwards and backwards, in any thread. With nested blocks the innermost records.
     """
     book = Ledger(sram, **options)
     _open.append(book)
@@ -120,9 +121,9 @@ def ledger(sram: float | None = None, **options: Any) -> Iterator[Ledger]:
         yield book
     finally:
         _open.remove(book)
-        book.kept.clear()
+        book.saved.clear()
 
 
 def current() -> Ledger:
-    """The ledger that is open, or one that nobody reads."""
+    """The innermost open ledger, or an unused one."""
     return _open[-1] if _open else Ledger()

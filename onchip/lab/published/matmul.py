@@ -19,7 +19,7 @@ Change = Callable[[Tile, Span, Span], Tile]  # of a tile at (rows, columns)
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a (..., m, k) @ b (..., k, n) in tiles, sums in accumulator precision; counted in the open
-    ledger, as `a`, `b` and `c`.
+    ledger as `a`, `b` and `c`.
     """
     wide, book = accumulator_dtype(a.dtype), current()
     c = a.new_empty(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
@@ -36,7 +36,7 @@ def product(
     of_a: Change | None = None,
     of_c: Change | None = None,
 ) -> None:
-    """c = of_c(of_a(a) @ b), where of_a and of_c change tiles that are on the chip."""
+    """c = of_c(of_a(a) @ b); of_a and of_c transform tiles on the chip."""
     tiles = paper_product_tiles(sram, a.shape[-1])
     inner = cuts(a.shape[-1], tiles.tile_k, False)
     for i in cuts(a.shape[-2], tiles.tile_m, False):

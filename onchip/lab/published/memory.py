@@ -1,7 +1,7 @@
-"""The two levels of memory. An Array lies in HBM and is reached by load and store alone; a Tile is
-on the chip and counts its own arithmetic. So a ledger cannot drift from the code that it watches.
+"""The two levels of memory. An Array is in HBM and is accessed only by load and store; a Tile is on
+the chip and counts its own arithmetic. So a ledger always matches the code that it measures.
 
-Tensors are (..., rows, columns): leading dimensions are batch and heads, which all do the same.
+Tensors are (..., rows, columns); leading dimensions are batch and heads, which all do the same.
 """
 
 from collections.abc import Callable
@@ -58,11 +58,11 @@ class Tile:
         return Tile(self.x.sum(-1, keepdim=True), self.book)
 
     def below(self, m: "Tile") -> "Tile":
-        """self - m, where m = -inf (a row that has seen nothing) is taken for 0: no NaN."""
+        """self - m, with m = -inf (a row that saw no key) replaced by 0: no NaN."""
         return self.counted(self.x - m.x.masked_fill(m.x == -torch.inf, 0.0))
 
     def over(self, l: "Tile") -> "Tile":
-        """self / l, and 0 / 0 = 0 for rows that have seen nothing."""
+        """self / l, with 0 / 0 = 0 for rows that saw no key."""
         return self.counted(self.x / l.x.masked_fill(l.x == 0, 1.0))
 
     def select(self, choose: Callable[[Tensor], Tensor]) -> "Tile":
@@ -74,7 +74,7 @@ class Tile:
         return Tile(self.x.mT, self.book)
 
     def counted(self, y: Tensor) -> "Tile":
-        """y, for one operation a number."""
+        """y, counted as one operation per number."""
         self.book.other_ops += y.numel()
         return Tile(y, self.book)
 
@@ -89,7 +89,7 @@ def _value(x: Number) -> Tensor | float:
 
 
 class Array:
-    """A tensor in HBM, under the name that the ledger has for it."""
+    """A tensor in HBM, under its name in the ledger."""
 
     def __init__(self, book: Ledger, name: str, data: Tensor, wide: torch.dtype | None = None):
         self.book, self.name, self.data = book, name, data
@@ -114,7 +114,7 @@ class Array:
         part.copy_(tile.x)
 
     def fill(self, value: float) -> "Array":
-        """Initialise in HBM: written, under a name of its own."""
+        """Initialise in HBM: counted as a write, under a separate name."""
         self.book.writes[f"{self.name}.init"] += self.data.numel() * self.data.element_size()
         self.data.fill_(value)
         return self

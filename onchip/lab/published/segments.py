@@ -1,7 +1,7 @@
-"""FlashAttention-2 over keys that come in segments, each giving (out, lse), and the merge of those:
-split-KV decoding, pages, a shared prefix, a ring. What they add to the traffic is in the ledger.
+"""FlashAttention-2 over keys in segments, each giving (out, lse), and their merge: split-KV
+decoding, pages, a shared prefix, a ring. The ledger shows their additional traffic.
 
-All take a Problem without a mask and its Tensors, and give out and lse.
+All functions take a Problem without a mask and its Tensors, and return out and lse.
 """
 
 from itertools import pairwise
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from onchip.core.backend import Result
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels.cpu.head_slice import ALL, Plane, planes
+from onchip.kernels.cpu.head_slice import ALL, HeadSlice, head_slices
 from onchip.kernels.tiles import paper_v2_tiles
 from onchip.masks.visibility import Visibility
 
-from .call import Call, convert, results
+from .call import PaperCall, convert, results
 from .ledger import current
 from .memory import Array, Span, Tile
 from .v2 import flash_attention_2
@@ -24,42 +24,42 @@ Part = tuple[Array, Array]  # out, lse
 
 
 def split_kv(problem: Problem, x: Tensors, num_splits: int) -> Result:
-    """Flash-decoding: programs take a share of the keys each, unrounded, and one more merges."""
-    book, found = current(), results(problem, x)
-    for plane in planes(problem, x):
-        rule = plane.visibility
+    """Flash-decoding: each program takes a share of the keys, unrounded, and one more merges."""
+    book, result = current(), results(problem, x)
+    for head_slice in head_slices(problem, x):
+        rule = head_slice.visibility
         rows = 0, rule.seqlen_q
         parts = []
         for keys in shares(rule.seqlen_k, num_splits):
-            call = Call(problem, x, _segment(plane, rows, keys), book)
+            call = PaperCall(problem, x, _segment(head_slice, rows, keys), book)
             parts.append(_attend(call, ("o.parts", "lse.parts")))
-        whole = Call(problem, x, plane, book)
-        out, lse = whole.of_queries("o", found.out), whole.of_rows("lse", found.lse)
+        whole = PaperCall(problem, x, head_slice, book)
+        out, lse = whole.take_queries("o", result.out), whole.take_rows("lse", result.lse)
         merge(parts, (out, lse), whole.row_tiles(book.tiles_for(problem, paper_v2_tiles)))
-    return found
+    return result
 
 
 def paged(problem: Problem, x: Tensors) -> Result:
-    """PagedAttention: x.k and x.v are pages, and a tile of keys is found through the page table,
-    whose entries every visit reads.
+    """PagedAttention: x.k and x.v are pages. A tile of keys is located through the page table;
+    every visit reads its entries.
     """
-    book, found = current(), results(problem, x)
+    book, result = current(), results(problem, x)
     tables = x.page_table.tolist()
     for b, seqlen_k in enumerate(x.cache_seqlens.tolist()):
         rule = Visibility(problem.seqlen_q, seqlen_k, problem.causal, problem.window_size)
-        plane = Plane(slice(b, b + 1), ALL, slice(0, 0), ALL, ALL, b, 0, rule)
-        call = Call(problem, x, plane, book)
+        head_slice = HeadSlice(slice(b, b + 1), ALL, slice(0, 0), ALL, ALL, b, 0, rule)
+        call = PaperCall(problem, x, head_slice, book)
         group = call.q.shape[2]
         call.k = PagedArray(call.k, x.k, tables[b], group, counted=True)
         call.v = PagedArray(call.v, x.v, tables[b], group, counted=False)
-        out, lse = call.of_queries("o", found.out), call.of_rows("lse", found.lse)
+        out, lse = call.take_queries("o", result.out), call.take_rows("lse", result.lse)
         flash_attention_2(call, out, lse, book.tiles_for(problem, paper_v2_tiles))
-    return found
+    return result
 
 
 class PagedArray(Array):
-    """Keys or values of one sequence, all over a pool (num_pages, page_size, kv_heads, dim). Those
-    who count read the page ids as well: k does, and v comes from the same pages.
+    """Keys or values of one sequence, spread over a pool (num_pages, page_size, kv_heads, dim).
+    counted: whether loads also read page ids. Only k does: v uses the same ids.
     """
 
     def __init__(self, like: Array, pool: Tensor, pages: list[int], group: int, counted: bool):
@@ -80,48 +80,50 @@ class PagedArray(Array):
 
 
 def cascade(problem: Problem, x: Tensors, prefix: tuple[Tensor, Tensor]) -> Result:
-    """All sequences begin with the keys and values of `prefix`, (seqlen, kv_heads, dim) each: those
-    are attended once, by the queries of the whole batch as rows of one tile, x.k and x.v by their
-    own sequence. Causal and window begin after the prefix.
+    """All sequences begin with the keys and values of `prefix`, (seqlen, kv_heads, dim) each. The
+    prefix is attended once, by the queries of the whole batch as rows of one tile; x.k and x.v by
+    their own sequence. Causal and window begin after the prefix.
     """
-    book, found = current(), results(problem, x)
+    book, result = current(), results(problem, x)
     batch, seqlen_q, heads, _ = x.q.shape
     shared = x._replace(q=x.q.flatten(0, 1)[None], k=prefix[0][None], v=prefix[1][None])
     rule = Visibility(batch * seqlen_q, len(prefix[0]))
-    first = Call(problem, shared, Plane(ALL, ALL, ALL, ALL, ALL, 0, 0, rule), book)
+    first = PaperCall(problem, shared, HeadSlice(ALL, ALL, ALL, ALL, ALL, 0, 0, rule), book)
     out, lse = _attend(first, ("o.parts", "lse.parts"))
     per_sequence = lambda t: t.data[0].unflatten(-2, (batch, seqlen_q)).movedim(-3, 0)
     prefix_part = tuple(Array(book, t.name, per_sequence(t), t.wide) for t in (out, lse))
-    for call in (Call(problem, x, plane, book) for plane in planes(problem, x)):
+    for call in (PaperCall(problem, x, head_slice, book) for head_slice in head_slices(problem, x)):
         part = _attend(call, ("o.parts", "lse.parts"))
-        whole = call.of_queries("o", found.out), call.of_rows("lse", found.lse)
+        whole = call.take_queries("o", result.out), call.take_rows("lse", result.lse)
         merge([prefix_part, part], whole, call.row_tiles(book.tiles_for(problem, paper_v2_tiles)))
-    return found
+    return result
 
 
 def ring(problem: Problem, x: Tensors, num_ranks: int) -> Result:
-    """Ring Attention, all ranks in one ledger: each holds a chunk of queries and of keys, and in
-    every round takes the keys of its neighbour (`k.sent`, `k.received`) and merges what they give
-    into a state in HBM. Rounds in which nothing is visible are not computed.
+    """Ring Attention, all ranks in one ledger: each rank holds a chunk of queries and of keys. In
+    every round it receives the keys of its neighbour (`k.sent`, `k.received`) and merges the result
+    into a state in HBM. Rounds without visible pairs are not computed.
     """
-    book, found = current(), results(problem, x)
-    for plane in planes(problem, x):
-        rule = plane.visibility
+    book, result = current(), results(problem, x)
+    for head_slice in head_slices(problem, x):
+        rule = head_slice.visibility
         chunks = shares(rule.seqlen_k, num_ranks)
         for rank, rows in enumerate(shares(rule.seqlen_q, num_ranks)):
             state = None
             for keys in (chunks[(rank - n) % num_ranks] for n in range(num_ranks)):
-                call = Call(problem, x, _segment(plane, rows, keys), book)
+                call = PaperCall(problem, x, _segment(head_slice, rows, keys), book)
                 if keys != chunks[rank]:
                     _receive(call)
                 if call.rule.spans(0, call.rule.seqlen_q):
                     state = _merged(call, state)
-            _finish(Call(problem, x, _segment(plane, rows, chunks[rank]), book), state, found)
-    return found
+            _finish(
+                PaperCall(problem, x, _segment(head_slice, rows, chunks[rank]), book), state, result
+            )
+    return result
 
 
 def merge(parts: list[Part], whole: Part, rows: list[Span]) -> None:
-    """The states of the same queries over several segments of keys, as one."""
+    """Merge the states of the same queries over several segments of keys."""
     out, lse = whole
     for i in rows:
         zero = lse.zeros(i)
@@ -136,28 +138,28 @@ def merge(parts: list[Part], whole: Part, rows: list[Span]) -> None:
 
 
 def shares(length: int, num: int) -> list[Span]:
-    """A range cut into so many, as even as can be."""
+    """A range in `num` parts, as even as possible."""
     bounds = [length * i // num for i in range(num + 1)]
     return list(pairwise(bounds))
 
 
-def _segment(plane: Plane, rows: Span, keys: Span) -> Plane:
+def _segment(head_slice: HeadSlice, rows: Span, keys: Span) -> HeadSlice:
     shifted = lambda old, new: slice((old.start or 0) + new[0], (old.start or 0) + new[1])
-    rule = plane.visibility.restrict(rows, keys)
-    return plane._replace(
-        rows=shifted(plane.rows, rows), keys=shifted(plane.keys, keys), visibility=rule
+    rule = head_slice.visibility.restrict(rows, keys)
+    return head_slice._replace(
+        rows=shifted(head_slice.rows, rows), keys=shifted(head_slice.keys, keys), visibility=rule
     )
 
 
-def _attend(call: Call, names: tuple[str, str]) -> Part:
+def _attend(call: PaperCall, names: tuple[str, str]) -> Part:
     """(out, lse) of one segment, unrounded, in HBM."""
     part = call.new(names[0], call.v.shape[-1], call.wide), call.new(names[1], 1, call.wide)
     flash_attention_2(call, *part, call.book.tiles_for(call.problem, paper_v2_tiles))
     return part
 
 
-def _receive(call: Call) -> None:
-    """The keys and values of a neighbour, one copy for all query heads of a group."""
+def _receive(call: PaperCall) -> None:
+    """Receive the keys and values of a neighbour, one copy for all query heads of a group."""
     for array in (call.k, call.v):
         one = array.data[:, :, 0]
         everything = 0, one.shape[-2]
@@ -166,7 +168,7 @@ def _receive(call: Call) -> None:
         arrived.store(tile, everything)
 
 
-def _merged(call: Call, state: Part | None) -> Part:
+def _merged(call: PaperCall, state: Part | None) -> Part:
     if state is None:
         return _attend(call, ("o.state", "lse.state"))
     part = _attend(call, ("o.parts", "lse.parts"))
@@ -174,8 +176,8 @@ def _merged(call: Call, state: Part | None) -> Part:
     return state
 
 
-def _finish(call: Call, state: Part | None, found: Result) -> None:
-    out, lse = call.of_queries("o", found.out), call.of_rows("lse", found.lse)
+def _finish(call: PaperCall, state: Part | None, result: Result) -> None:
+    out, lse = call.take_queries("o", result.out), call.take_rows("lse", result.lse)
     if state is None:
         out.fill(0.0), lse.fill(-torch.inf)
     else:

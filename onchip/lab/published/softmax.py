@@ -1,5 +1,5 @@
-"""The softmax of vectors x (..., n) that lie in HBM: in three passes over them, in two, and in one
-together with the sum that it weighs. Counted in the open ledger, as `x`, `v` and `y`.
+"""The softmax of vectors x (..., n) in HBM: in three passes, in two, and in one together with the
+weighted sum. Counted in the open ledger as `x`, `v` and `y`.
 """
 
 import torch
@@ -38,8 +38,9 @@ def two_pass(x: Tensor) -> Tensor:
 
 
 def one_pass(x: Tensor, v: Tensor) -> Tensor:
-    """softmax(x) @ v, (..., d), for v (..., n, d): no quotient is needed before the end, so that x
-    and v are read once. Softmax itself has no such way: its quotients need the last sum.
+    """softmax(x) @ v, (..., d), for v (..., n, d): the division is only needed at the end, so that
+    x and v are read once. The softmax alone cannot be done in one pass: its quotients need the last
+    sum.
     """
     source, _, tiles = _arrays(x, columns=1 + v.shape[-1])
     values = Array(source.book, "v", v, source.wide)
@@ -66,7 +67,7 @@ def _quotients(source: Array, y: Array, tiles: list[Span], state: tuple[Tile, Ti
 
 
 def _arrays(x: Tensor, columns: int = 1) -> tuple[Array, Array, list[Span]]:
-    """x, its softmax, and tiles of which the chip holds one, of so many numbers an entry."""
+    """x, its softmax, and tiles of which one fits the chip, with so many numbers per entry."""
     wide, book = accumulator_dtype(x.dtype), current()
     x = x[..., None, :]
     tile = max(1, paper_sram(book.sram, x.dtype.itemsize) // columns)

@@ -1,8 +1,16 @@
-"""FlashAttention (Dao et al., arXiv 2205.14135) as published: Algorithms 1, 2 and 4, and 5 where a
+"""FlashAttention (Dao et al., arXiv 2205.14135) as published: Algorithms 1, 2 and 4, and 5 if a
 mask has EMPTY blocks.
 
-K and V in the outer loop; every visit of a row tile loads O, l and m and writes them back. Causal
-and window mask tiles and skip none: as a mask, `masks.causal()`, they do.
+    for j in key tiles:      load k_j, v_j                 once per key tile
+        for i in row tiles:  load q_i, o_i, l_i, m_i       every visit
+                             fold s = q_i k_j^T
+                             store o_i, l_i, m_i           every visit
+
+Causal and window are applied as masks and skip no tile; given as a block mask, `masks.causal()`,
+they skip.
+
+Worked shape: one head, 300 tokens, tiles of 128: 3 x 3 visits, so o, l and m are moved 3 times each
+way. The teaching version in Triton is examples/versions/v1.py.
 """
 
 import torch
@@ -12,31 +20,31 @@ from onchip.core.backend import Grads, Result, make_backend
 from onchip.core.problem import DeviceInfo, Problem, Tensors
 from onchip.kernels.tiles import TileConfig, paper_v1_tiles
 
-from .call import Call, calls, convert, meets, refusal, results
+from .call import PaperCall, calls, convert, explain_unsupported, overlaps, results
 from .gradients import Gradients
 from .ledger import current
 from .memory import Array, Span, Tile, accumulate
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    return refusal(problem, device)
+    return explain_unsupported(problem, device)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
-    """lse = m + log l is taken after the algorithm, which returns l and m."""
-    book, found = current(), results(problem, x)
+    """lse = m + log l is computed after the algorithm, which returns l and m."""
+    book, result = current(), results(problem, x)
     for call in calls(problem, x, book):
-        out = call.of_queries("o", found.out)
+        out = call.take_queries("o", result.out)
         O = out if out.data.dtype == call.scratch else call.new("o", out.shape[-1], call.scratch)
         l, m = (call.new(name, 1, call.wide) for name in "lm")
         flash_attention(call, O, l, m, book.tiles_for(problem, paper_v1_tiles))
         if O is not out:
             convert(O, out)
-        call.of_rows("lse", found.lse).data.copy_(m.data + l.data.log())
-    return found
+        call.take_rows("lse", result.lse).data.copy_(m.data + l.data.log())
+    return result
 
 
-def flash_attention(call: Call, O: Array, l: Array, m: Array, tiles: TileConfig) -> None:
+def flash_attention(call: PaperCall, O: Array, l: Array, m: Array, tiles: TileConfig) -> None:
     """Algorithms 1 and 5. O, l and m in HBM are the running state, O divided by l."""
     O.fill(0.0), l.fill(0.0), m.fill(-torch.inf)
     rows = call.row_tiles(tiles)
@@ -44,12 +52,12 @@ def flash_attention(call: Call, O: Array, l: Array, m: Array, tiles: TileConfig)
     for j in call.key_tiles(tiles):
         k_j, v_j = call.k.load(j), call.v.load(j)
         for i, spans in zip(rows, seen, strict=True):
-            if meets(j, spans):
+            if overlaps(j, spans):
                 visit(call, (O, l, m), (k_j, v_j), i, j)
 
 
 def visit(
-    call: Call, state: tuple[Array, Array, Array], kv: tuple[Tile, Tile], i: Span, j: Span
+    call: PaperCall, state: tuple[Array, Array, Array], kv: tuple[Tile, Tile], i: Span, j: Span
 ) -> None:
     """Lines 8 to 13 of Algorithm 1."""
     O, l, m = state
@@ -63,35 +71,37 @@ def visit(
     alpha, beta = m_i.below(m_new).exp(), m_ij.below(m_new).exp()
     l_old = alpha * l_i
     l_new = l_old + beta * l_ij
-    o_new = (l_old * o_i + beta * (call.dropped(p, i, j) @ v_j)).over(l_new)
+    o_new = (l_old * o_i + beta * (call.apply_dropout(p, i, j) @ v_j)).over(l_new)
     O.store(o_new, i), l.store(l_new, i), m.store(m_new, i)
-    call.tell("paper_v1", i, j, s, (m_new, l_new, o_new))
+    call.report_visit("paper_v1", i, j, s, (m_new, l_new, o_new))
 
 
 def backward(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
-    """Algorithm 4, which takes l and m: (1, lse) say the same as (l, m)."""
+    """Algorithm 4, which takes l and m: (1, lse) is equivalent to (l, m)."""
     book = current()
     grads, tiles = Gradients(problem, x, book), book.tiles_for(problem, paper_v1_tiles)
-    safe = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows whose scores are -inf throughout
+    safe = lse.masked_fill(lse == -torch.inf, 0.0)  # rows with only scores of -inf
     for call in calls(problem, x, book):
         saved = {
-            "o": call.of_queries("o", out),
-            "do": call.of_queries("do", dout),
-            "l": call.of_rows("l", torch.ones_like(lse)),
-            "m": call.of_rows("m", safe),
+            "o": call.take_queries("o", out),
+            "do": call.take_queries("do", dout),
+            "l": call.take_rows("l", torch.ones_like(lse)),
+            "m": call.take_rows("m", safe),
         }
         if dlse is not None:
-            saved["dlse"] = call.of_rows("dlse", dlse)
+            saved["dlse"] = call.take_rows("dlse", dlse)
         flash_attention_backward(call, saved, grads.of(call), tiles)
     return grads.finished()
 
 
 def flash_attention_backward(
-    call: Call, saved: dict[str, Array], grads: tuple[Array, Array, Array], tiles: TileConfig
+    call: PaperCall, saved: dict[str, Array], grads: tuple[Array, Array, Array], tiles: TileConfig
 ) -> None:
-    """Algorithm 4: dK and dV of the key tile stay on the chip, dQ goes to and fro."""
+    """Algorithm 4: dK and dV of the key tile stay on the chip, dQ is loaded and stored in every
+    visit.
+    """
     dQ, dK, dV = (x.fill(0.0) for x in grads)
     rows = call.row_tiles(tiles)
     seen = call.seen(rows, skips=False)
@@ -99,13 +109,13 @@ def flash_attention_backward(
         kv = call.k.load(j), call.v.load(j)
         dkv = dK.zeros(j), dV.zeros(j)
         for i, spans in zip(rows, seen, strict=True):
-            if meets(j, spans):
+            if overlaps(j, spans):
                 dkv = visit_backward(call, saved, kv, dkv, dQ, (i, j))
         dK.store(dkv[0], j), dV.store(dkv[1], j)
 
 
 def visit_backward(
-    call: Call,
+    call: PaperCall,
     saved: dict[str, Array],
     kv: tuple[Tile, Tile],
     dkv: tuple[Tile, Tile],
@@ -120,8 +130,8 @@ def visit_backward(
     tau = call.problem.softmax_scale
     s = call.masked(q_i @ k_j.T * tau, i, j)
     p = (s - m_i).exp() / l_i
-    dv_j = accumulate(dv_j, call.dropped(p, i, j).T, do_i)
-    dp = call.dropped(do_i @ v_j.T, i, j)
+    dv_j = accumulate(dv_j, call.apply_dropout(p, i, j).T, do_i)
+    dp = call.apply_dropout(do_i @ v_j.T, i, j)
     d_i = (do_i * o_i).rowsum()
     if "dlse" in saved:
         d_i = d_i - saved["dlse"].load(i)

@@ -1,8 +1,16 @@
 """FlashAttention-2 (Dao, arXiv 2307.08691): Algorithms 1 and 2. FlashAttention-3 moves the same
 bytes.
 
-Queries in the outer loop; O is divided by l once, and lse is all that is saved of the softmax.
-Tiles that causal and window hide as a whole are skipped (section 3.1), and EMPTY blocks of a mask.
+    for i in row tiles:      load q_i                      once
+        for j in key tiles:  load k_j, v_j                 every visit
+                             fold s = q_i k_j^T; m, l, acc stay on the chip
+        store out_i, lse_i                                 once
+
+O is divided by l once, and lse is all that is saved of the softmax. Tiles that causal and window
+hide completely are skipped (section 3.1), and EMPTY blocks of a mask.
+
+Worked shape: one head, 300 tokens, tiles of 128, causal: 6 of 9 tiles are visited, out is stored
+once. The teaching version in Triton is examples/versions/v2.py.
 """
 
 import torch
@@ -13,7 +21,7 @@ from onchip.core.problem import DeviceInfo, Problem, Tensors
 from onchip.kernels.tiles import TileConfig, paper_v2_backward_tiles, paper_v2_tiles
 
 from .arithmetic import EXACT, Arithmetic
-from .call import Call, calls, meets, refusal, results
+from .call import PaperCall, calls, explain_unsupported, overlaps, results
 from .gradients import Gradients
 from .ledger import current
 from .memory import Array, Span, Tile, accumulate
@@ -22,7 +30,7 @@ State = tuple[Tile, Tile, Tile]  # m, l, acc
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    return refusal(problem, device)
+    return explain_unsupported(problem, device)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
@@ -30,15 +38,15 @@ def forward(problem: Problem, x: Tensors) -> Result:
 
 
 def attend(problem: Problem, x: Tensors, arithmetic: Arithmetic) -> Result:
-    book, found = current(), results(problem, x)
+    book, result = current(), results(problem, x)
     for call in calls(problem, x, book):
-        out, lse = call.of_queries("o", found.out), call.of_rows("lse", found.lse)
+        out, lse = call.take_queries("o", result.out), call.take_rows("lse", result.lse)
         flash_attention_2(call, out, lse, book.tiles_for(problem, paper_v2_tiles), arithmetic)
-    return found
+    return result
 
 
 def flash_attention_2(
-    call: Call, out: Array, lse: Array, tiles: TileConfig, arithmetic: Arithmetic = EXACT
+    call: PaperCall, out: Array, lse: Array, tiles: TileConfig, arithmetic: Arithmetic = EXACT
 ) -> None:
     """Algorithm 1."""
     rows = call.row_tiles(tiles)
@@ -48,14 +56,14 @@ def flash_attention_2(
         m, l, acc = lse.zeros(i), lse.zeros(i), out.zeros(i)
         m = m.select(lambda x: x - torch.inf)
         for j in keys:
-            if meets(j, spans):
+            if overlaps(j, spans):
                 m, l, acc = visit(call, q_i, (m, l, acc), (i, j), arithmetic)
         out.store(acc.over(l), i)
         lse.store(m + l.log(), i)
 
 
 def visit(
-    call: Call, q_i: Tile, state: State, at: tuple[Span, Span], arithmetic: Arithmetic
+    call: PaperCall, q_i: Tile, state: State, at: tuple[Span, Span], arithmetic: Arithmetic
 ) -> State:
     """Lines 7 to 10 of Algorithm 1."""
     (i, j), (m, l, acc) = at, state
@@ -65,8 +73,8 @@ def visit(
     p = arithmetic.exp(s.below(m_new))
     alpha = arithmetic.exp(m.below(m_new))
     l = alpha * l + p.rowsum()
-    acc = accumulate(arithmetic.rescaled(acc, alpha), call.dropped(p, i, j), v_j)
-    call.tell(arithmetic.kernel, i, j, s, (m_new, l, acc))
+    acc = accumulate(arithmetic.rescaled(acc, alpha), call.apply_dropout(p, i, j), v_j)
+    call.report_visit(arithmetic.kernel, i, j, s, (m_new, l, acc))
     return m_new, l, acc
 
 
@@ -85,13 +93,13 @@ def attend_backward(
     out, lse, dout, dlse = given
     book = current()
     grads, tiles = Gradients(problem, x, book), book.tiles_for(problem, paper_v2_backward_tiles)
-    safe = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows whose scores are -inf throughout
+    safe = lse.masked_fill(lse == -torch.inf, 0.0)  # rows with only scores of -inf
     for call in calls(problem, x, book):
-        o, do = call.of_queries("o", out), call.of_queries("do", dout)
+        o, do = call.take_queries("o", out), call.take_queries("do", dout)
         D = call.new("delta", 1, call.wide)
-        dlse_rows = None if dlse is None else call.of_rows("dlse", dlse)
+        dlse_rows = None if dlse is None else call.take_rows("dlse", dlse)
         row_products(o, do, D, call.row_tiles(tiles), dlse_rows)
-        saved = {"do": do, "lse": call.of_rows("lse", safe), "delta": D}
+        saved = {"do": do, "lse": call.take_rows("lse", safe), "delta": D}
         flash_attention_2_backward(call, saved, grads.of(call), tiles, arithmetic)
     return grads.finished()
 
@@ -104,7 +112,7 @@ def row_products(o: Array, do: Array, D: Array, rows: list[Span], dlse: Array | 
 
 
 def flash_attention_2_backward(
-    call: Call,
+    call: PaperCall,
     saved: dict[str, Array],
     grads: tuple[Array, Array, Array],
     tiles: TileConfig,
@@ -119,13 +127,13 @@ def flash_attention_2_backward(
         kv = call.k.load(j), call.v.load(j)
         dkv = dK.zeros(j), dV.zeros(j)
         for i, spans in zip(rows, seen, strict=True):
-            if meets(j, spans):
+            if overlaps(j, spans):
                 dkv = visit_backward(call, saved, kv, dkv, dQ, (i, j), arithmetic)
         dK.store(dkv[0], j), dV.store(dkv[1], j)
 
 
 def visit_backward(
-    call: Call,
+    call: PaperCall,
     saved: dict[str, Array],
     kv: tuple[Tile, Tile],
     dkv: tuple[Tile, Tile],
@@ -133,13 +141,15 @@ def visit_backward(
     at: tuple[Span, Span],
     arithmetic: Arithmetic,
 ) -> tuple[Tile, Tile]:
-    """The inner loop of Algorithm 2. (It lists O_i among its loads, too, and has no use for it.)"""
+    """The inner loop of Algorithm 2. (The paper also lists O_i among its loads, but does not use
+    it.)
+    """
     (i, j), (k_j, v_j), (dk_j, dv_j) = at, kv, dkv
     q_i, do_i, lse_i, d_i = (x.load(i) for x in (call.q, saved["do"], saved["lse"], saved["delta"]))
     tau = call.problem.softmax_scale
     p = arithmetic.exp(call.masked(q_i @ k_j.T * tau, i, j) - lse_i)
-    dv_j = accumulate(dv_j, call.dropped(p, i, j).T, do_i)
-    dp = call.dropped(do_i @ v_j.T, i, j)
+    dv_j = accumulate(dv_j, call.apply_dropout(p, i, j).T, do_i)
+    dp = call.apply_dropout(do_i @ v_j.T, i, j)
     ds = p * (dp - d_i) * tau
     dQ.store(accumulate(dQ.load(i), ds, k_j), i)
     return accumulate(dk_j, ds.T, q_i), dv_j

@@ -1,6 +1,5 @@
-"""torch's CPU flash kernels have traps. Each is shown here as it is, and then as onchip meets it.
-
-If one of the `trap` tests fails, torch has changed: the workaround it justifies may go.
+"""Limits of torch's CPU flash kernel. Each is shown in the kernel itself (test_torch_kernel), then
+as onchip handles it (test_onchip).
 """
 
 import math
@@ -30,14 +29,14 @@ def attend(q, k, v, **options):
     return onchip.attention(q, k, v, kernel="aten_cpu", **options)
 
 
-class TestBlindRows:
-    def test_trap(self):
+class TestRowsWithoutKeys:
+    def test_torch_kernel(self):
         q, k, v = heads_first(*make_qkv(1, 2, 3, num_heads=1))
         mask = torch.full((2, 3), -math.inf)
         assert RAW(q, k, v, attn_mask=mask)[1].eq(0).all()
 
     @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (0, 0)}])
-    def test_met(self, options):
+    def test_onchip(self, options):
         q, k, v = make_qkv(1, 9, 4, num_heads=2)
         leaves = [t.requires_grad_() for t in (q, k, v)]
         out, lse = attend(*leaves, return_lse=True, **options)
@@ -45,7 +44,7 @@ class TestBlindRows:
         out.sum().backward()
         assert q.grad[:, :5].eq(0).all() and not any(t.grad.isnan().any() for t in leaves)
 
-    def test_met_inside_a_block(self):
+    def test_onchip_inside_a_block(self):
         q, k, v = make_qkv(1, 6, 6, num_heads=1)
         visible = torch.eye(6, dtype=torch.bool)
         visible[3] = False
@@ -57,7 +56,7 @@ class TestBlindRows:
 class TestZeroLengths:
     @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere n / 0 is a number")
     @pytest.mark.parametrize("seqlen_q, seqlen_k", [(2, 0), (0, 2)])
-    def test_trap(self, seqlen_q, seqlen_k):
+    def test_torch_kernel(self, seqlen_q, seqlen_k):
         code = (
             f"import torch; q, k = (torch.zeros(1, 1, n, 8) for n in ({seqlen_q}, {seqlen_k})); "
             "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k)"
@@ -68,7 +67,7 @@ class TestZeroLengths:
     @pytest.mark.parametrize(
         "batch, seqlen_q, seqlen_k", [(1, 2, 0), (1, 0, 2), (0, 2, 2), (1, 0, 0)]
     )
-    def test_met(self, batch, seqlen_q, seqlen_k):
+    def test_onchip(self, batch, seqlen_q, seqlen_k):
         x = [t.requires_grad_() for t in make_qkv(batch, seqlen_q, seqlen_k, num_heads=2)]
         out, lse = attend(*x, return_lse=True)
         assert out.eq(0).all() and lse.eq(-math.inf).all()
@@ -77,7 +76,7 @@ class TestZeroLengths:
 
 
 class TestCausalAlignment:
-    def test_trap(self):
+    def test_torch_kernel(self):
         q, k, v = heads_first(*make_qkv(1, 2, 4, num_heads=1))
         out, _ = RAW(q, k, v, is_causal=True)
         torch.testing.assert_close(
@@ -85,31 +84,31 @@ class TestCausalAlignment:
         )  # top-left: the first query sees one key
 
     @pytest.mark.parametrize("seqlen_q, seqlen_k", [(2, 4), (63, 300), (300, 63), (257, 257)])
-    def test_met(self, seqlen_q, seqlen_k):
+    def test_onchip(self, seqlen_q, seqlen_k):
         q, k, v = make_qkv(1, seqlen_q, seqlen_k, num_heads=2)
         exact = oracle(q, k, v, causal=True).out
         torch.testing.assert_close(attend(q, k, v, causal=True).double(), exact, rtol=0, atol=1e-5)
 
 
 class TestHeadDimOfV:
-    def test_trap(self):
+    def test_torch_kernel(self):
         q, k, v = heads_first(*make_qkv(1, 4, 4, num_heads=1, head_dim=16, head_dim_v=8))
         with pytest.raises(RuntimeError):
             RAW(q, k, v)
 
     @pytest.mark.parametrize("dim, dim_v", [(16, 8), (8, 40)])
-    def test_met(self, dim, dim_v):
+    def test_onchip(self, dim, dim_v):
         q, k, v = make_qkv(2, 33, 65, num_heads=4, num_kv_heads=2, head_dim=dim, head_dim_v=dim_v)
         assert_accurate(attend, q, k, v, causal=True, grad=True)
 
 
 class TestRoundedPartials:
-    def test_trap(self):
+    def test_torch_kernel(self):
         q, k, v = heads_first(*make_qkv(1, 64, 64, num_heads=1, dtype=torch.bfloat16))
         assert RAW(q, k, v)[0].dtype == torch.bfloat16
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_met(self, dtype):
+    def test_onchip(self, dtype):
         """fp32 partials of 16-bit inputs merge to the accuracy of one pass."""
         q, k, v = make_qkv(1, 96, 192, num_heads=8, dtype=dtype)
         halves = [
@@ -131,13 +130,13 @@ class TestSixteenBitLse:
 
     @staticmethod
     def share(lse, exact):
-        """Of what the rule allows: 1e-5 * max(1, max |lse|)."""
+        """The error relative to the tolerance of the rule: 1e-5 * max(1, max |lse|)."""
         seen = exact.isfinite()
         assert torch.equal(lse.isfinite(), seen)
         return float((lse - exact)[seen].abs().max() / (1e-5 * max(1.0, exact[seen].abs().max())))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_trap(self, dtype):
+    def test_torch_kernel(self, dtype):
         """Exponentials of 16-bit inputs come sixteen at a time, and 5e-5 off."""
         q, k, v = make_qkv(1, 111, 16, num_heads=4, dtype=dtype)
         _, lse = RAW(*heads_first(q, k, v))
@@ -147,34 +146,34 @@ class TestSixteenBitLse:
     @pytest.mark.parametrize(
         "options", [{}, {"causal": True}, {"window_size": (3, 0)}, {"mask": masks.window(2, 1)}]
     )
-    def test_met(self, dtype, options):
+    def test_onchip(self, dtype, options):
         q, k, v = make_qkv(2, 111, dtype=dtype, **self.SIZES)
         out, lse = attend(q, k, v, return_lse=True, **options)
         assert out.dtype == dtype
         assert self.share(lse, oracle(q, k, v, **options).lse) < 0.3
 
-    def test_met_by_packed_calls(self):
+    def test_onchip_packed(self):
         packed = make_packed([7, 111, 0, 1], dtype=torch.bfloat16, **self.SIZES)
         _, lse = onchip.varlen_attention(*packed[:3], return_lse=True, **packed.options)
         lengths = {n: packed.options[n] for n in ("cu_seqlens_q", "cu_seqlens_k")}
         assert self.share(lse, oracle(*packed[:3], **lengths).lse) < 0.3
 
     @pytest.mark.parametrize("seqlen_q", [1, 50])
-    def test_met_by_paged_calls(self, seqlen_q):
+    def test_onchip_paged(self, seqlen_q):
         q, k, v = make_qkv(2, seqlen_q, 99, dtype=torch.bfloat16, **self.SIZES)
         lengths = torch.tensor([0, 99, 198], dtype=torch.int32)
         pages = make_pages(k.flatten(0, 1), v.flatten(0, 1), lengths, page_size=16)
         _, lse = onchip.paged_attention(q, *pages, return_lse=True)
         assert self.share(lse, oracle(q, k, v, causal=True).lse) < 0.3
 
-    def test_met_by_compiled_calls(self):
+    def test_onchip_compiled(self):
         q, k, v = make_qkv(1, 111, dtype=torch.bfloat16, **self.SIZES)
         fn = lambda q, k, v: onchip.attention(q, k, v, return_lse=True)
         _, lse = torch.compile(fn, backend="aot_eager", fullgraph=True)(q, k, v)
         assert self.share(lse, oracle(q, k, v).lse) < 0.3
 
     @pytest.mark.parametrize("grad", [False, True])
-    def test_nothing_changes_for_who_asks_no_lse(self, grad, monkeypatch):
+    def test_calls_without_lse_do_not_change(self, grad, monkeypatch):
         """Not even where autograd keeps one: the result is the fast kernel's, bit by bit, on a CPU
         that multiplies 16 bits at speed.
         """
@@ -186,7 +185,7 @@ class TestSixteenBitLse:
 
 
 class TestSixteenBitGradients:
-    def test_trap(self):
+    def test_torch_kernel(self):
         """dK and dV are summed in 16 bits over the query tiles."""
         q, k, v = make_qkv(1, 1024, 64, num_heads=4, dtype=torch.bfloat16)
         x = heads_first(q, k, v)
@@ -202,18 +201,18 @@ class TestSixteenBitGradients:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (64, 0)}])
-    def test_met(self, dtype, options):
+    def test_onchip(self, dtype, options):
         q, k, v = make_qkv(1, 512, 512, num_heads=4, num_kv_heads=2, dtype=dtype)
         assert_accurate(attend, q, k, v, grad=True, **options)
 
 
-def test_masks_must_be_float_trap():
+def test_torch_kernel_needs_float_masks():
     q, k, v = heads_first(*make_qkv(1, 4, 4, num_heads=1))
     with pytest.raises(RuntimeError):
         RAW(q, k, v, attn_mask=torch.ones(4, 4, dtype=torch.bool))
 
 
-def test_lse_gradient_by_one_more_column():
+def test_the_gradient_of_lse_is_one_more_column():
     q, k, v = (t.double().requires_grad_() for t in make_qkv(2, 7, 9, num_heads=4, num_kv_heads=2))
     out, lse = attend(q, k, v, return_lse=True)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
@@ -225,7 +224,7 @@ def test_lse_gradient_by_one_more_column():
 
 
 class TestWork:
-    """Calls cover every row once and touch about the keys that are visible."""
+    """Calls cover every row once and read few keys besides the visible ones."""
 
     @pytest.mark.parametrize(
         "rule, budget",
@@ -250,24 +249,24 @@ class TestWork:
 
 
 class TestScales:
-    def test_trap(self):
+    def test_torch_kernel(self):
         """-inf of the causal mask is multiplied with the scale."""
         q, k, v = heads_first(*make_qkv(1, 4, num_heads=1))
         for scale in (0.0, -0.5):
             assert RAW(q, k, v, is_causal=True, scale=scale)[0].isnan().any()
 
     @pytest.mark.parametrize("scale", [0.0, -0.5])
-    def test_met(self, scale):
+    def test_onchip(self, scale):
         q, k, v = make_qkv(1, 40, num_heads=2, head_dim=8)
         assert_accurate(attend, q, k, v, causal=True, grad=True, softmax_scale=scale)
 
 
 class TestScoresOfMinusInfinity:
-    def test_trap(self):
+    def test_torch_kernel(self):
         q, k, v = heads_first(*make_qkv(1, 2, 3, num_heads=1))
         assert RAW(q * 0 - 1e20, k * 0 + 1e20, v)[1].eq(0).all()
 
-    def test_met_beside_rows_whose_lse_is_zero(self):
+    def test_onchip_next_to_rows_with_lse_zero(self):
         """One key of score 0 and value 0 gives lse = 0 and out = 0 as well, and is seen."""
         q, k, v = make_qkv(1, 4, 1, num_heads=1)
         q[:, :2], k[:], v[:] = 0.0, 1e20, 0.0

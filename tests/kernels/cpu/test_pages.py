@@ -1,4 +1,6 @@
-"""Few queries over pages on the CPU: groups, tiles and padding change nothing, judged by fp64."""
+"""Decoding over pages on the CPU: buckets, tiles and padding do not change results, compared with
+fp64.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import onchip.testing as ot
 from onchip.core import dispatch, paged
 from onchip.core.problem import DeviceInfo, Options, Tensors
 from onchip.kernels.cpu import pages
-from tests.kv8 import FORMS, eight, on_grid
+from tests.kv8 import FORMS, on_grid, quantise_pages
 
 LENGTHS = [63, 1, 799, 16, 0, 111, 17, 2, 64, 300, 0, 33]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -23,7 +25,7 @@ def case(lengths=LENGTHS, seqlen_q=1, page_size=16, **sizes):
 
 
 def check(packed, arguments, **options):
-    """The kernel, asked for by name, keeps the accuracy rule; lse included."""
+    """The kernel, selected by name, keeps the accuracy rule, lse included."""
     options = {"causal": True} | options
     out, lse = onchip.paged_attention(*arguments, **options, return_lse=True, kernel="pages_cpu")
     got = out.flatten(0, 1), lse.movedim(0, 1).flatten(1)
@@ -66,11 +68,11 @@ def test_heads_dims_and_page_sizes(dtype, heads, page_size):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seqlen_q, dtype", [(1, torch.bfloat16), (3, torch.float64)])
 def test_pages_of_8_bits_keep_the_rule_of_the_queries(seqlen_q, dtype, form, options):
-    """Keys and values that 8 bits hold: what is left is the kernel's own error."""
+    """Keys and values are exact in 8 bits: only the kernel's own error is left."""
     packed, _ = case(seqlen_q=seqlen_q, dtype=dtype)
     packed = packed._replace(k=on_grid(packed.k, form), v=on_grid(packed.v, form))
     *laid, table, seqlens = ot.make_pages(packed.k, packed.v, packed.cu_seqlens_k, 16)
-    laid, scales = eight(*laid, form)
+    laid, scales = quantise_pages(*laid, form)
     q = packed.q.unflatten(0, (-1, seqlen_q))
     options = {"causal": True} | options
     out, lse = onchip.paged_attention(
@@ -89,11 +91,11 @@ def test_enough_rows_for_the_rounding_model(dtype, distribution):
 
 @pytest.mark.parametrize("tile, cost", [(1, 0), (999, 0), (40_000, 0), (1 << 20, 1 << 30)])
 @pytest.mark.parametrize("seqlen_q", [1, 4])
-def test_groups_and_tiles_of_any_size(monkeypatch, tile, cost, seqlen_q):
-    """Down to one sequence and one key at a time, up to one group for all."""
+def test_buckets_and_tiles_of_any_size(monkeypatch, tile, cost, seqlen_q):
+    """From one sequence and one key at a time to one bucket for all."""
     lengths = [70, 0, 3, 41, 1, 33]
     monkeypatch.setattr(pages, "_TILE", tile)
-    monkeypatch.setattr(pages, "_GROUP_COST", cost)
+    monkeypatch.setattr(pages, "_BUCKET_COST", cost)
     check(*case(lengths, seqlen_q), sinks=torch.zeros(6), window_size=(50, None))
 
 
@@ -101,11 +103,11 @@ def groups(lengths, seqlen_q=1, **options):
     _, (q, *laid) = case(lengths, seqlen_q)
     x = Tensors(q, *laid[:2], page_table=laid[2], cache_seqlens=laid[3])
     problem = paged.describe(x, Options(causal=True, **options))
-    return list(pages._groups(problem, x))
+    return list(pages._buckets(problem, x))
 
 
-def test_a_group_is_at_most_half_padding_where_keys_cost_more_than_groups(monkeypatch):
-    monkeypatch.setattr(pages, "_GROUP_COST", 0)
+def test_a_bucket_is_at_most_half_padding_if_keys_cost_more_than_buckets(monkeypatch):
+    monkeypatch.setattr(pages, "_BUCKET_COST", 0)
     lengths = [1 + 61 * b % 509 for b in range(40)] + [0, 0]
     found = groups(lengths)
     assert sorted(b for group in found for b in group.at.tolist()) == list(range(len(lengths)))
@@ -114,7 +116,7 @@ def test_a_group_is_at_most_half_padding_where_keys_cost_more_than_groups(monkey
     assert 2 <= len(found) <= 8
 
 
-def test_what_is_copied_out_at_a_time_is_bounded(monkeypatch):
+def test_copies_are_bounded(monkeypatch):
     monkeypatch.setattr(pages, "_TILE", 100 * 2 * 40)
     for group in groups([30, 60, 50, 20, 99, 700]):
         assert len(group.at) == 1 or len(group.at) * group.longest <= 100
@@ -127,20 +129,20 @@ def test_what_is_copied_out_at_a_time_is_bounded(monkeypatch):
     assert max(largest) == 100
 
 
-def test_a_window_reads_its_own_keys_alone():
+def test_a_window_reads_only_its_own_keys():
     found = groups([700, 650, 90], seqlen_q=2, window_size=(50, None))
     assert [group.longest for group in found] == [52]
     assert found[0].first.flatten().tolist() == [700 - 52, 650 - 52, 90 - 52]
 
 
 def test_strided_pages_are_not_copied_whole():
-    """Keys and values side by side in one pool: neither is contiguous."""
+    """Keys and values in one pool: neither is contiguous."""
     packed, (q, k_pages, v_pages, *tables) = case()
     pool = torch.stack([k_pages, v_pages], 1)
     check(packed, (q, pool[:, 0], pool[:, 1], *tables))
 
 
-def test_no_sequence_and_no_query():
+def test_without_sequences_or_queries():
     _, (q, *laid) = case([5, 9])
     none = [t[:0] for t in laid[2:]]
     assert onchip.paged_attention(q[:0], *laid[:2], *none, kernel="pages_cpu").shape[0] == 0
@@ -164,7 +166,7 @@ def offsets(packed):
     "match, change",
     [
         ("on the CPU only, not on cuda", {"device": DeviceInfo("cuda")}),
-        ("keys that lie in pages", {"page_size": 0}),
+        ("serves paged keys", {"page_size": 0}),
         ("at most 8", {"seqlen_q": 9}),
         ("at most 8", {"packed": True}),
         ("no deterministic", {"deterministic": True}),

@@ -1,11 +1,11 @@
-"""Dropout depends on positions alone."""
+"""Dropout depends only on positions."""
 
 import pytest
 import torch
 
 from onchip.kernels.cpu.philox import Corner, draw, keep
 
-VECTORS = [  # Random123's known answers for philox4x32-10: counter, key, words
+VECTORS = [  # Random123's known answers for philox4x32-10: counter, key, u32s
     (
         "00000000 00000000 00000000 00000000",
         "00000000 00000000",
@@ -24,17 +24,17 @@ VECTORS = [  # Random123's known answers for philox4x32-10: counter, key, words
 ]
 
 
-@pytest.mark.parametrize("counter, key, words", VECTORS)
-def test_known_answers(counter, key, words):
+@pytest.mark.parametrize("counter, key, u32s", VECTORS)
+def test_known_answers(counter, key, u32s):
     ints = lambda text: [int(w, 16) for w in text.split()]
     low, high = ints(key)
     seed = (high << 32 | low) - (1 << 64 if high >> 31 else 0)
     got = draw(torch.tensor(seed), *(torch.tensor(c) for c in ints(counter)))
-    assert [int(w) for w in got] == ints(words)
+    assert [int(w) for w in got] == ints(u32s)
 
 
 @pytest.mark.parametrize("corner", [Corner(0, 0, 0, 0), Corner(1, 2, 3, 5), Corner(0, 1, 7, 2)])
-def test_a_tile_is_a_window_of_the_whole(corner):
+def test_a_tile_equals_its_part_of_the_whole_mask(corner):
     seed = torch.tensor(1234567890123)
     whole = keep(seed, (2, 4, 16, 24), Corner(0, 0, 0, 0), 0.3)
     tile = keep(seed, (1, 2, 5, 9), corner, 0.3)
@@ -43,6 +43,6 @@ def test_a_tile_is_a_window_of_the_whole(corner):
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_keeps_one_minus_p(p):
+def test_the_kept_share_is_one_minus_p(p):
     kept = keep(torch.tensor(7), (2, 4, 128, 128), Corner(0, 0, 0, 0), p).double().mean()
     assert abs(kept - (1 - p)) < 4 * (p * (1 - p) / 2**17) ** 0.5

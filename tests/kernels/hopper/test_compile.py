@@ -24,7 +24,7 @@ from onchip.cost.footprint import HANDED_OVER, Footprint
 from onchip.kernels import tiles
 from onchip.kernels.hopper import entry
 from onchip.kernels.tiles import hopper_width
-from tests.kv8 import FORMS, eight
+from tests.kv8 import FORMS, quantise_pages
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -101,7 +101,7 @@ MERGE = [
     Variant(64, {"out_dtype": torch.float32}),
     Variant(128, {"out_dtype": torch.float32, "mask": True}, (0.0, 0.003)),
 ]
-EIGHT = [
+KV8 = [
     Variant(128, {"precision": "fp8", "causal": True}, (0.003, 0.0)),
     Variant(64, {"precision": "fp8"}),
     Variant(64, {"precision": "fp8", **PACKED, "num_kv_heads": 2, "sinks": True}),
@@ -222,7 +222,7 @@ def _pose_paged(
     pages = dict(zip(names, ot.make_pages(*keys, offsets, page_size), strict=True))
     x = x._replace(**pages, cu_seqlens_k=None)
     if form is not None:
-        (k, v), scales = eight(x.k, x.v, form)
+        (k, v), scales = quantise_pages(x.k, x.v, form)
         x = x._replace(k=k, v=v, **scales)
     return paged.describe(x, options, max_seqlens[0] if max_seqlens else None), x
 
@@ -504,7 +504,7 @@ def test_merging_stays_in_registers(launches, tmp_path, variant):
     assert machine.has("DADD") and not kwargs["launch_pdl"]
 
 
-@pytest.mark.parametrize("variant", variants(EIGHT))
+@pytest.mark.parametrize("variant", variants(KV8))
 def test_products_of_8_bits_stay_in_registers(launches, tmp_path, variant):
     problem, x = _pose(variant)
     assert entry.backend.supports(problem, HOPPER) is None
@@ -549,10 +549,10 @@ def test_decode_stays_in_registers(launches, tmp_path, variant):
     assert _spills(loop) <= allowed * len(loop)
     assert machine.shared <= SHARED_BYTES and machine.has("LDSM") and machine.has("UTMALDG")
     assert not _late_reads(machine.sass)
-    eight = problem.page_dtype is not None
+    kv8 = problem.page_dtype is not None
     width = hopper_width(problem.head_dim)
-    halves = 2 * 16 * width // 2 if eight else 0  # of queries, on their way to all warps
-    _holds(machine, footprint.hopper_decode(width, problem.page_size, eight), halves)
+    halves = 2 * 16 * width // 2 if kv8 else 0  # of queries, on their way to all warps
+    _holds(machine, footprint.hopper_decode(width, problem.page_size, kv8), halves)
 
 
 @pytest.mark.parametrize("form", [None, FORMS[0]])

@@ -11,7 +11,7 @@ from onchip.kernels.hopper.entry import splits_keys
 from onchip.kernels.tiles import HOPPER_PAGE_SIZES
 from onchip.testing import assert_accurate, make_packed, make_pages
 from tests.kernels.gpu import DIMS, inputs, late_writer
-from tests.kv8 import FORMS, eight, on_grid
+from tests.kv8 import FORMS, on_grid, quantise_pages
 
 pytestmark = [
     pytest.mark.hopper,
@@ -39,7 +39,7 @@ def judge(seqlen_q, lengths, shape=None, form=None, **options) -> None:
     if form is not None:
         packed = packed._replace(k=on_grid(packed.k, form), v=on_grid(packed.v, form))
         pages = make_pages(*packed[1:3], packed.cu_seqlens_k, pages.k_pages.shape[1])
-        (k_pages, v_pages), scales = eight(*pages[:2], form)
+        (k_pages, v_pages), scales = quantise_pages(*pages[:2], form)
         pages = pages._replace(k_pages=k_pages, v_pages=v_pages)
 
     def attention(*_, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
@@ -128,7 +128,7 @@ def test_8_bit_scales_of_very_different_size(form):
     q *= torch.tensor([1e-3, 1e6], device="cuda")[:, None, None]
     cu = torch.tensor([0, 300], dtype=torch.int32)
     *pages, table, seqlens = make_pages((k * size / size.max())[0], (v * size)[0], cu, 16)
-    (k8, v8), scales = eight(*pages, form)
+    (k8, v8), scales = quantise_pages(*pages, form)
     call = {"return_lse": True, "softmax_scale": 1e-4, "out_dtype": FP32, **scales}
     ours, theirs = (
         onchip.paged_attention(q.to(BF16), k8, v8, table, seqlens, kernel=name, **call)
@@ -141,7 +141,7 @@ def test_8_bit_scales_of_very_different_size(form):
 
 def test_scales_of_any_strides_and_a_thousand_repeats():
     q, packed, pages = paged(1, [20000, 3, 17777])
-    (k8, v8), scales = eight(*pages[:2], FORMS[0])
+    (k8, v8), scales = quantise_pages(*pages[:2], FORMS[0])
     call = {"return_lse": True, "kernel": "hopper"}
     expected = onchip.paged_attention(q, k8, v8, *pages[2:], **scales, **call)
     turned = {n: s.transpose(1, 2).contiguous().transpose(1, 2) for n, s in scales.items()}
@@ -181,18 +181,18 @@ def test_a_thousand_repeats_and_no_state_left_between_calls():
         assert all(map(torch.equal, got, expected))
 
 
-def as_eight(pages, form):
+def as_kv8(pages, form):
     """The same pages of 8 bits, if there is a form, and their scales."""
     if form is None:
         return pages, {}
-    (k_pages, v_pages), scales = eight(*pages[:2], form)
+    (k_pages, v_pages), scales = quantise_pages(*pages[:2], form)
     return pages._replace(k_pages=k_pages, v_pages=v_pages), scales
 
 
 @pytest.mark.parametrize("form", [None, *FORMS])
 def test_graphs_replay_with_other_lengths_and_reused_scratch_memory(form):
     q, _, pages = paged(1, [3000, 5000, 117, 900])
-    pages, scales = as_eight(pages, form)
+    pages, scales = as_kv8(pages, form)
     call = lambda: onchip.paged_attention(q, *pages, return_lse=True, kernel="hopper", **scales)
     call()
     graph = torch.cuda.CUDAGraph()
@@ -217,7 +217,7 @@ def test_lengths_and_pages_written_while_the_call_begins(changed, form):
     write = late_writer()
     q, _, pages = paged(1, [9000, 0, 3000, 64, 700, 5])
     double = pages._replace(k_pages=2 * pages.k_pages, v_pages=2 * pages.v_pages)
-    both = [as_eight(p, form) for p in (pages, double)]
+    both = [as_kv8(p, form) for p in (pages, double)]
     k, v = (torch.cat([p[x] for p, _ in both]) for x in (0, 1))
     scales = {name: torch.cat([s[name] for _, s in both]) for name in both[0][1]}
     other = {"lengths": [17, 0, 2999, 0, 699, 5], "pages": len(pages.k_pages)}
@@ -276,7 +276,7 @@ def test_a_window_does_not_read_the_pages_it_has_left_behind():
 @pytest.mark.parametrize("form", [None, *FORMS])
 def test_bad_tables_and_lengths_give_wrong_rows_not_a_wild_access(form):
     q, _, pages = paged(1, [300, 200, 100])
-    pages, scales = as_eight(pages, form)
+    pages, scales = as_kv8(pages, form)
     table = torch.full_like(pages.page_table, 10**9)
     table[1] = -(10**9)
     seqlens = torch.tensor([10**9, -5, 100], dtype=torch.int32, device="cuda")

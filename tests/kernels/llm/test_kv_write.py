@@ -34,7 +34,7 @@ def expected_write(pages, rows, slots):
 @here
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 4, 40, 24), (8, 16, 64, 64)], ids=str)
-def test_every_token_lands_in_its_slot_and_nothing_else_changes(dtype, sizes):
+def test_every_token_is_written_to_its_slot_and_nothing_else_changes(dtype, sizes):
     from onchip.kernels.llm import kv_write
 
     heads, page_size, dim, dim_v = sizes
@@ -52,7 +52,7 @@ def test_every_token_lands_in_its_slot_and_nothing_else_changes(dtype, sizes):
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 4, 40, 24), (8, 16, 64, 64)], ids=str)
-def test_pages_of_8_bits_get_what_the_definition_says(form, dtype, sizes):
+def test_8_bit_pages_equal_the_definition(form, dtype, sizes):
     """The same numbers, over rows of all magnitudes; scales of any strides."""
     from onchip.kernels.llm import kv_write
 
@@ -76,7 +76,7 @@ def test_pages_of_8_bits_get_what_the_definition_says(form, dtype, sizes):
 @here
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_a_token_that_is_not_finite_says_so_in_its_scale(form, poison):
+def test_a_token_that_is_not_finite_has_a_scale_of_nan(form, poison):
     from onchip.kernels.llm import kv_write
 
     pages, scales = torch.zeros(1, 4, 2, 16, dtype=form, device=DEVICE), randn(1, 4, 2)
@@ -88,7 +88,7 @@ def test_a_token_that_is_not_finite_says_so_in_its_scale(form, poison):
 
 
 @here
-def test_slots_outside_the_pool_write_nothing():
+def test_slots_out_of_range_write_nothing():
     from onchip.kernels.llm import kv_write
 
     pool = randn(9, 4, 2, 16)
@@ -101,7 +101,7 @@ def test_slots_outside_the_pool_write_nothing():
 
 
 @here
-def test_no_token_is_no_write():
+def test_without_tokens_nothing_is_written():
     from onchip.kernels.llm import kv_write
 
     pages, none = randn(2, 4, 1, 8), randn(0, 1, 8)

@@ -101,7 +101,7 @@ def test_sum_and_norm(kernels, dtype, rows, width, offset):
 
 
 @here
-def test_norms_of_rows_that_lie_apart(kernels):
+def test_norms_of_strided_rows(kernels):
     wide = randn(3, 5, 80)
     x, weight = wide[..., :40], randn(40)
     _, out = kernels.add_rms_norm(x, wide[..., 40:], weight, 1e-6, 0.0)
@@ -149,7 +149,7 @@ def expected_place(qkv, turn, weights, heads, head_dim, offset):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("offset", [None, 1.0], ids=["no norm", "norm"])
 def test_heads_are_placed_and_written(kernels, monkeypatch, dtype, sizes, offset):
-    """Nothing but the slots of the tokens changes, in the pages or beside them."""
+    """Only the slots of the tokens change, in the pages and in the memory around them."""
     monkeypatch.setattr(pointwise, "fused", lambda *tensors: None)  # the judge is torch
     num_heads, num_kv_heads, head_dim, _, page_size = sizes
     qkv, turn, weights, pool, slots = step(sizes, dtype)
@@ -185,8 +185,8 @@ def test_pages_of_8_bits_get_the_same_heads_quantised(kernels, dtype, sizes, for
     values = torch.zeros(pool.shape, dtype=form, device=DEVICE)
     scales = randn(2, 12, num_kv_heads, page_size).transpose(2, 3)
     before = scales.clone()
-    eight = values[0, :9], values[1, :9], scales[0, :9], scales[1, :9]
-    assert torch.equal(kernels.place(qkv, *rest, eight, slots), q)
+    kv8 = values[0, :9], values[1, :9], scales[0, :9], scales[1, :9]
+    assert torch.equal(kernels.place(qkv, *rest, kv8, slots), q)
     written = torch.zeros(12 * page_size, dtype=torch.bool)
     written[slots[(slots >= 0) & (slots < 9 * page_size)].long().cpu()] = True
     written = written.view(12, page_size).to(DEVICE)
@@ -198,11 +198,11 @@ def test_pages_of_8_bits_get_the_same_heads_quantised(kernels, dtype, sizes, for
 
 
 @here
-def test_what_has_no_place_is_refused(kernels):
+def test_qkv_that_does_not_fit_is_refused(kernels):
     qkv, turn, _, pool, slots = step((4, 2, 64, 64, 16), BF16)
-    with pytest.raises(ValueError, match="has no place in pages"):
+    with pytest.raises(ValueError, match="does not fit pages"):
         pointwise.place(qkv[:, 1:], 4, turn, None, (pool[0], pool[1]), slots)
-    with pytest.raises(ValueError, match="has no place in pages"):
+    with pytest.raises(ValueError, match="does not fit pages"):
         pointwise.place(qkv, 4, turn, None, (pool[0], pool[1]), slots[1:])
     with pytest.raises(ValueError, match="pages are torch.float16"):
         pointwise.place(qkv, 4, turn, None, (pool[0].half(), pool[1].half()), slots)
@@ -219,8 +219,8 @@ def test_gates(kernels, dtype, name, shape):
 
 
 @here
-def test_gates_far_out(kernels):
-    """No overflow on the way: what is finite in the end is finite; NaN stays."""
+def test_gates_of_large_numbers(kernels):
+    """No overflow in between: finite results stay finite; NaN stays NaN."""
     gate = torch.tensor([-3e4, -90.0, 90.0, 3e4, float("nan")]).to(DEVICE)
     x = torch.cat([gate, torch.ones_like(gate)])
     for name in ("silu", "gelu", "gelu_tanh", "relu"):
@@ -253,7 +253,7 @@ def steps(model, page_size):
 @here
 @pytest.mark.parametrize("family", FAMILIES if INTERPRETED else [*FAMILIES, "qwen2", "gpt2"])
 @torch.no_grad()
-def test_a_decoder_of_fused_kernels_is_the_decoder(kernels, monkeypatch, family):
+def test_a_decoder_with_fused_kernels_equals_the_decoder(kernels, monkeypatch, family):
     model = random_model(config_of(family), seed=3, device=DEVICE)
     used = []
     choose = lambda module: lambda *tensors: used.append(module) or module

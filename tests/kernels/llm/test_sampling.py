@@ -1,5 +1,5 @@
-"""Draws in Triton against the sampler in torch, token by token, and against fp64; by Triton's
-interpreter on the CPU, and on a GPU where there is one.
+"""Sampling in Triton against the sampler in torch, token by token, and against fp64; by Triton's
+interpreter on the CPU, and on a GPU if there is one.
 """
 
 import pytest
@@ -61,7 +61,7 @@ def sample(kernel, monkeypatch):
 
 
 def members(params, count, seed=0):
-    """Samples that ask for the params in turn, each with a draw of its own."""
+    """Samples with the params in turn, each with its own random number."""
     samples = []
     for i in range(count):
         request = Request("r", (3, 5, 5), params[i % len(params)], rng_seed=seed + i)
@@ -81,7 +81,7 @@ def randn(*shape, dtype=FP32):
 @here
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_tokens_and_logprobs_of_the_sampler(sample, dtype):
-    """All options side by side. A token differs only where the last bit of a sum decides."""
+    """All options in one batch. A token differs only if the last bit of a sum decides."""
     count = len(PARAMS) if INTERPRETED else 1024
     samples = members(PARAMS, count)
     logits = randn(count, VOCAB, dtype=dtype)
@@ -98,7 +98,7 @@ def test_the_tokens_and_logprobs_of_the_sampler(sample, dtype):
 
 @here
 def test_a_batch_of_one_kind(sample):
-    """All greedy, all random, all random with a cut: what is absent costs no launch."""
+    """All greedy, all random, all random with a cut: missing options cost no launch."""
     for params in ([PARAMS[0]], [PARAMS[1]], [PARAMS[5]]):
         samples, logits = members(params, 5), randn(5, VOCAB)
         ours, theirs = (
@@ -118,8 +118,8 @@ def test_ranks_and_top_tokens_are_reported(sample):
 
 
 @here
-def test_a_row_draws_the_same_whatever_the_batch(sample):
-    """The same bits of its log probability, too."""
+def test_a_row_samples_the_same_in_any_batch(sample):
+    """Its log probability is the same bit by bit, too."""
     count = 7 if INTERPRETED else 64
     samples, logits = members([*PARAMS[3:], *PARAMS[:3]], count), randn(count, VOCAB) * 3
     together = sample(logits, make_sampling_metadata(samples))
@@ -149,7 +149,7 @@ def test_every_token_has_its_share_of_the_unit_interval(kernel, vocab):
 
 @here
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_floor_is_the_logit_at_which_a_sort_has_enough(kernel, dtype):
+def test_the_floor_equals_that_of_a_sort(kernel, dtype):
     logits = randn(4, VOCAB, dtype=dtype) * 5
     logits[:, 100:200] = logits[:, 99:100]  # ties
     logits[2] = logits[2].abs() + 100  # one sign, few exponents
@@ -168,8 +168,8 @@ def test_the_floor_is_the_logit_at_which_a_sort_has_enough(kernel, dtype):
 
 
 @here
-def test_tokens_that_are_ruled_out_stay_out(kernel):
-    """-inf in most places, more asked for than there is: only what is left is drawn."""
+def test_masked_tokens_are_never_sampled(kernel):
+    """-inf for most tokens, and top_k above the number of the others: only these are sampled."""
     logits = torch.full((4, VOCAB), -INF, device=DEVICE)
     logits[:, 127:129] = 0.0  # of two spans
     uniform = torch.linspace(0, 1 - 2**-53, 4, dtype=torch.float64).to(DEVICE)
@@ -184,7 +184,7 @@ def test_tokens_that_are_ruled_out_stay_out(kernel):
 
 @here
 @pytest.mark.parametrize("bad", [float("nan"), INF])
-def test_a_row_that_is_not_finite_fails_alone(sample, bad):
+def test_a_row_that_is_not_finite_does_not_affect_others(sample, bad):
     samples, logits = members(PARAMS[4:], 6), randn(6, VOCAB)
     clean = sample(logits, make_sampling_metadata(samples))
     logits[::2, 9] = bad
@@ -195,7 +195,7 @@ def test_a_row_that_is_not_finite_fails_alone(sample, bad):
 
 
 @here
-def test_no_rows(kernel):
+def test_without_rows(kernel):
     nothing = torch.empty(0, device=DEVICE)
     drawn = kernel.draw(randn(0, 5), None, nothing, nothing.double())
     assert [t.shape for t in drawn] == [(0,)] * 3

@@ -1,5 +1,5 @@
-"""Who gets which counter. Streams and captures are stand-ins; a GPU has its test in
-hopper/test_gpu_counters.py, how launches leave their counters theirs in hopper/test_tickets.py.
+"""Which launch gets which counter. Streams and captures are stand-ins; the test on a GPU is
+tests/kernels/hopper/test_gpu_counters.py.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -23,41 +23,41 @@ def test_a_stream_has_one_counter(now):
     other = draw()
     assert draw() is other and other.data_ptr() != first.data_ptr()
     now.stream = 0
-    assert draw() is first and counters.is_slot(first) and counters.is_slot(other)
+    assert draw() is first and counters.is_pooled(first) and counters.is_pooled(other)
     assert now.waits == 1  # until the zeros of all streams are there
 
 
-def test_a_captured_launch_has_its_own(now):
+def test_a_captured_launch_has_its_own_counter(now):
     eager = draw()
     now.capturing = True
     captured = [draw() for _ in range(5)]
     now.capturing = False
     assert draw() is eager
-    assert all(map(counters.is_slot, captured))
+    assert all(map(counters.is_pooled, captured))
     assert len({t.data_ptr() for t in (eager, *captured)}) == 6
 
 
-def test_nothing_is_prepared_while_a_stream_is_captured(now):
+def test_no_pool_is_made_during_a_capture(now):
     now.capturing = True
-    assert not counters.is_slot(draw()) and not now.waits
+    assert not counters.is_pooled(draw()) and not now.waits
     now.capturing = False
-    assert counters.is_slot(draw())
+    assert counters.is_pooled(draw())
 
 
-def test_where_none_is_left_they_are_made_and_cleared(now, monkeypatch):
+def test_without_a_free_counter_one_is_allocated_and_cleared(now, monkeypatch):
     monkeypatch.setattr(counters, "SLOTS", 3)
     first, now.capturing = draw(), True
-    assert [counters.is_slot(draw()) for _ in range(4)] == [True, True, False, False]
+    assert [counters.is_pooled(draw()) for _ in range(4)] == [True, True, False, False]
     now.capturing = False
     assert draw() is first
     now.stream = 1
     made = draw()
-    assert not counters.is_slot(made) and draw() is not made
+    assert not counters.is_pooled(made) and draw() is not made
 
 
-def test_a_handle_of_many_streams_has_none(now):
+def test_the_per_thread_stream_has_no_pooled_counter(now):
     now.stream = 2  # cudaStreamPerThread
-    assert not counters.is_slot(draw())
+    assert not counters.is_pooled(draw())
 
 
 def test_threads_of_a_stream_share_its_counter(now):
@@ -66,5 +66,5 @@ def test_threads_of_a_stream_share_its_counter(now):
     assert len({t.data_ptr() for t in found}) == 1
 
 
-def test_a_device_without_streams_has_none():
-    assert not counters.is_slot(draw())
+def test_a_device_without_streams_has_no_pooled_counter():
+    assert not counters.is_pooled(draw())

@@ -1,5 +1,5 @@
-"""Handles launch the variant that Triton would have chosen. The kernels here are stand-ins, but for
-the last tests; see also test_handles_triton.py.
+"""CachedLauncher launches the variant that Triton would choose. The kernels here are stand-ins,
+except in the last tests; see also test_handles_triton.py.
 """
 
 import gc
@@ -13,7 +13,7 @@ import torch
 
 import onchip
 import onchip.testing as ot
-from onchip.kernels.runtime.launcher import MAX_FAMILIES, MAX_VARIANTS, Handle
+from onchip.kernels.runtime.launcher import MAX_SIGNATURES, MAX_VARIANTS, CachedLauncher
 from tests.kernels.gpu import each_kernel
 
 GRID = (7,)
@@ -28,8 +28,9 @@ class Compiled:
 
 
 class Kernel:
-    """Compiles anew at every launch: (kernel, grid, arguments) of launches that skipped that are in
-    `log`. Parameters in capitals are constants, those that start with n are not specialised.
+    """Compiles at every launch through Triton. `log` has (kernel, grid, arguments) of launches that
+    skipped Triton. Parameters in capitals are constants; parameters that start with n are not
+    specialised.
     """
 
     def __init__(self, fn, compiles=True):
@@ -52,7 +53,7 @@ class Kernel:
 
 
 def kernel_of(x, y, heads, n, scale, WIDTH, CAUSAL, STAGES=2):
-    """Only its signature counts."""
+    """Only its signature is used."""
 
 
 POINTER = torch.zeros(64)
@@ -62,9 +63,9 @@ PLAIN = (POINTER, None, 8, 100, 0.5, 64)
 def launched(*calls, compiles=True):
     """The kernel after these launches, each (positional arguments, constants)."""
     kernel = Kernel(kernel_of, compiles)
-    handle = Handle(kernel)
+    launcher = CachedLauncher(kernel)
     for args, constants in calls:
-        handle[GRID](*args, **constants)
+        launcher[GRID](*args, **constants)
     return kernel
 
 
@@ -72,7 +73,7 @@ def changed(place, value):
     return tuple(value if i == place else arg for i, arg in enumerate(PLAIN))
 
 
-def test_the_second_launch_goes_straight_to_the_compiled_kernel():
+def test_the_second_launch_uses_the_compiled_kernel_directly():
     options = {"CAUSAL": True, "num_warps": 4}
     kernel = launched((PLAIN, options), (changed(3, 300), options))
     ((compiled, grid, args),) = kernel.log
@@ -109,19 +110,19 @@ def test_constants_and_options_are_part_of_the_variant():
     assert [entry[0] for entry in kernel.log] == kernel.compiled
 
 
-def test_constants_are_told_apart_by_name():
+def test_constants_are_distinguished_by_name():
     one, other = {"CAUSAL": 1, "STAGES": 2}, {"STAGES": 1, "CAUSAL": 2}
     assert len(launched((PLAIN, one), (PLAIN, other)).compiled) == 2
 
 
-def test_floats_and_lengths_are_not():
+def test_floats_and_lengths_make_no_variants():
     options = {"CAUSAL": True}
     calls = [(changed(4, 0.25), options), (changed(3, 1), options), (changed(3, 0), options)]
     assert len(launched((PLAIN, options), *calls).compiled) == 1
 
 
-def test_descriptors_are_told_apart_by_their_layout():
-    """Layouts are made once for a dtype and a block; bases come and go."""
+def test_descriptors_are_distinguished_by_their_layout():
+    """One layout object per dtype and block; base tensors change."""
     layouts = [object(), object()]
     calls = [
         (changed(1, SimpleNamespace(base=POINTER.clone(), layout=layouts[i])), {"CAUSAL": True})
@@ -144,25 +145,25 @@ class Layout:
     pass
 
 
-def test_of_tensors_nothing_is_kept():
+def test_no_tensor_is_kept_alive():
     tensor, described = POINTER.clone(), Described(Layout())
     gone = [weakref.ref(each) for each in (tensor, described, described.base)]
     layout = weakref.ref(described.layout)
-    handle = Handle(Kernel(kernel_of))
-    handle[GRID](tensor, described, *PLAIN[2:], CAUSAL=True)
+    launcher = CachedLauncher(Kernel(kernel_of))
+    launcher[GRID](tensor, described, *PLAIN[2:], CAUSAL=True)
     del tensor, described
     gc.collect()
     assert all(each() is None for each in gone)
-    assert layout() is not None  # or another layout could get its identity, and its kernel
+    assert layout() is not None  # otherwise another layout could get its id, and its kernel
 
 
-def test_old_variants_make_room_for_new_ones():
-    """A number that is specialised comes with ever new values: the last ones are at hand, what is
-    kept for the others, layouts among it, is gone, and they are launched right when they return.
+def test_old_variants_are_evicted():
+    """A specialised integer takes ever new values. The newest variants stay cached, evicted ones
+    keep nothing alive, their layouts included, and are launched correctly when they return.
     """
     kernel, layouts = Kernel(kernel_of), []
-    handle = Handle(kernel)
-    launch = lambda heads, y: handle[GRID](POINTER, y, heads, *PLAIN[3:], CAUSAL=True)
+    launcher = CachedLauncher(kernel)
+    launch = lambda heads, y: launcher[GRID](POINTER, y, heads, *PLAIN[3:], CAUSAL=True)
     for heads in range(3 * MAX_VARIANTS):
         described = Described(Layout())
         layouts.append(weakref.ref(described.layout))
@@ -181,60 +182,62 @@ def test_old_variants_make_room_for_new_ones():
     ]
 
 
-def test_old_constants_make_room_for_new_ones():
+def test_old_constants_are_evicted():
     kernel = Kernel(kernel_of)
-    handle = Handle(kernel)
-    for causal in range(2 * MAX_FAMILIES):
-        handle[GRID](*PLAIN, CAUSAL=causal)
-    assert len(handle._families) == MAX_FAMILIES
-    for causal in (2 * MAX_FAMILIES - 1, 0):
-        handle[GRID](*PLAIN, CAUSAL=causal)
-    assert len(kernel.log) == 1 and len(kernel.compiled) == 2 * MAX_FAMILIES + 1
+    launcher = CachedLauncher(kernel)
+    for causal in range(2 * MAX_SIGNATURES):
+        launcher[GRID](*PLAIN, CAUSAL=causal)
+    assert len(launcher._signatures) == MAX_SIGNATURES
+    for causal in (2 * MAX_SIGNATURES - 1, 0):
+        launcher[GRID](*PLAIN, CAUSAL=causal)
+    assert len(kernel.log) == 1 and len(kernel.compiled) == 2 * MAX_SIGNATURES + 1
 
 
-def test_threads_share_a_handle_that_is_full():
+def test_threads_share_a_full_launcher():
     kernel, many = Kernel(kernel_of), 2 * MAX_VARIANTS
-    handle = Handle(kernel)
+    launcher = CachedLauncher(kernel)
     with ThreadPoolExecutor(8) as pool:
         calls = [(i * i % many, i % 3) for i in range(4000)]
-        list(pool.map(lambda c: handle[GRID](*changed(2, c[0]), CAUSAL=c[1]), calls))
+        list(pool.map(lambda c: launcher[GRID](*changed(2, c[0]), CAUSAL=c[1]), calls))
     assert len(kernel.log) + len(kernel.compiled) == 4000
     assert all(compiled.constants["CAUSAL"] == args[6] for compiled, _, args in kernel.log)
-    assert all(len(family.variants) <= MAX_VARIANTS for family in handle._families.values())
+    assert all(
+        len(signature.variants) <= MAX_VARIANTS for signature in launcher._signatures.values()
+    )
 
 
-def test_threads_share_a_handle():
-    """Every launch, whoever came first, is of a kernel that was compiled for its constants."""
+def test_threads_share_a_launcher():
+    """Every launch, in any order, uses a kernel that was compiled for its constants."""
     kernel = Kernel(kernel_of)
-    handle = Handle(kernel)
+    launcher = CachedLauncher(kernel)
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: handle[GRID](*PLAIN, CAUSAL=i % 7), range(2000)))
+        list(pool.map(lambda i: launcher[GRID](*PLAIN, CAUSAL=i % 7), range(2000)))
     assert len(kernel.log) + len(kernel.compiled) == 2000
     assert all(compiled.constants["CAUSAL"] == args[6] for compiled, _, args in kernel.log)
     assert len(kernel.compiled) <= 7 * 8
 
 
-def test_nothing_is_kept_where_nothing_was_compiled():
+def test_nothing_is_cached_without_a_compiled_kernel():
     """The interpreter."""
     options = {"CAUSAL": True}
     kernel = launched((PLAIN, options), (PLAIN, options), compiles=False)
     assert len(kernel.compiled) == 2 and not kernel.log
 
 
-def test_amd_takes_the_usual_way(monkeypatch):
-    """Triton's key holds there whether a tensor is larger than 2 GB."""
+def test_amd_always_launches_through_triton(monkeypatch):
+    """There Triton's key includes whether a tensor is larger than 2 GB."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     kernel = launched((PLAIN, {"CAUSAL": True}), (PLAIN, {"CAUSAL": True}))
     assert len(kernel.compiled) == 2 and not kernel.log
 
 
 def shifted(t):
-    """The same, one number further on: no longer on 16 bytes."""
+    """The same, shifted by one number: no longer aligned to 16 bytes."""
     return t.new_empty(t.numel() + 1)[1:].copy_(t)
 
 
 @each_kernel
-def test_every_launch_is_right_the_first_and_the_later_ones(kernel):
+def test_first_and_later_launches_are_accurate(kernel):
     sinks = torch.randn(4, device="cuda")
     attend = lambda *x, **options: onchip.attention(*x, return_lse=True, kernel=kernel, **options)
     for turn in range(3):
@@ -246,7 +249,7 @@ def test_every_launch_is_right_the_first_and_the_later_ones(kernel):
 
 
 @each_kernel
-def test_a_direct_launch_follows_the_stream_and_can_be_captured(kernel):
+def test_a_direct_launch_uses_the_current_stream_and_can_be_captured(kernel):
     q, k, v = ot.make_qkv(2, 200, num_heads=4, dtype=torch.bfloat16, device="cuda")
     attend = lambda: onchip.attention(q, k, v, causal=True, kernel=kernel)
     expected = attend()

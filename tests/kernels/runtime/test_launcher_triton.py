@@ -1,5 +1,5 @@
-"""A handle's key is never coarser than Triton's: what was compiled for one call is launched for
-another only if Triton would have chosen the same. Real calls and kernels, launches stubbed.
+"""The key of a CachedLauncher is never coarser than Triton's: a call launches only what was
+compiled for it. Real calls and kernels; nothing is compiled.
 """
 
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ import torch
 import onchip.testing as ot
 from onchip import masks
 from onchip.core.problem import Options, Tensors, describe
-from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.runtime.launcher import CachedLauncher
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -33,13 +33,13 @@ KERNELS = {
 
 
 def specialization(kernel, args, constants):
-    """What Triton tells variants apart by, options aside."""
+    """Triton's specialisation of the arguments, without options."""
     bind = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
     return bind(*args, **constants)[1]
 
 
 class Compiled:
-    """Launched directly, it demands the specialization that it was compiled for."""
+    """A direct launch checks that the arguments have the specialisation it was compiled for."""
 
     def __init__(self, kernel, args, constants, log):
         self.kernel, self.log = kernel, log
@@ -56,18 +56,18 @@ class Compiled:
 
 @pytest.fixture
 def log(monkeypatch):
-    """("usual" or "direct", kernel) of every launch of a kernel that has a handle."""
+    """("usual" or "direct", kernel) of every launch of a kernel with a CachedLauncher."""
     found = []
     monkeypatch.setattr(Descriptor, "__post_init__", TensorDescriptor.__post_init__)  # checks
     card = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
 
-    handles = [h for m in MODULES for h in vars(m).values() if isinstance(h, Handle)]
-    for handle in handles:
-        monkeypatch.setattr(handle, "_families", {})
+    launchers = [h for m in MODULES for h in vars(m).values() if isinstance(h, CachedLauncher)]
+    for launcher in launchers:
+        monkeypatch.setattr(launcher, "_signatures", {})
 
     def run(kernel, *args, grid, warmup, **constants):
-        if any(handle.kernel is kernel for handle in handles):
+        if any(launcher.kernel is kernel for launcher in launchers):
             found.append(("usual", kernel))
         return Compiled(kernel, args, constants, found)
 
@@ -76,13 +76,13 @@ def log(monkeypatch):
 
 
 def shifted(t):
-    """The same, four bytes further on."""
+    """The same, shifted by four bytes."""
     room = torch.zeros(t.numel() + 4 // t.element_size(), dtype=t.dtype)
     return room[4 // t.element_size() :].view(t.shape).copy_(t)
 
 
 def calls():
-    """Calls that differ in one thing each."""
+    """Calls that differ in one property each."""
     cu = torch.tensor([0, 63, 200], dtype=torch.int32)
     sinks = torch.zeros(4)
     mask = lambda n: masks.build(masks.causal(), 1, 4, n, n)
@@ -126,7 +126,7 @@ def pose(shape, extras):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_variant_serves_only_what_it_was_compiled_for(log, kernel):
+def test_a_variant_is_launched_only_for_its_specialisation(log, kernel):
     run_forward, run_backward = KERNELS[kernel]
     for turn in range(2):
         log.clear()

@@ -1,5 +1,5 @@
-"""A replayed call launches what Triton would have launched: real calls and kernels down to the
-launcher in C, which is a stand-in. On Triton 3.6 and 3.9; others are not replayed.
+"""A replayed call makes the launches that Triton would make: real calls and kernels down to the C
+launcher, which is a stand-in.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ import onchip
 import onchip.testing as ot
 from onchip.core import problem, torch_op
 from onchip.kernels.runtime import raw_launch, replay
-from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.runtime.launcher import CachedLauncher
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -44,8 +44,8 @@ FORM["fp4_padded"] = False
 
 
 class Driver:
-    """Launches are logged as the launcher in C gets them: (grid, stream and so on, arguments of the
-    kernel). Hooks that nobody has hung up count as none.
+    """Logs launches as the C launcher receives them: (grid, stream and options, arguments of the
+    kernel).
     """
 
     def __init__(self):
@@ -89,8 +89,8 @@ def fake(monkeypatch):
     monkeypatch.setattr(torch_op, "check_values", lambda *_: None)
     monkeypatch.setattr(torch_op.paged, "check_values", lambda *_: None)
     monkeypatch.setattr(replay, "is_recordable", lambda q: True)
-    for handle in (h for m in MODULES for h in vars(m).values() if isinstance(h, Handle)):
-        monkeypatch.setattr(handle, "_families", {})
+    for launcher in (h for m in MODULES for h in vars(m).values() if isinstance(h, CachedLauncher)):
+        monkeypatch.setattr(launcher, "_signatures", {})
     raw_launch.runtime.cache_clear()
     problem.clear_call_cache()
     yield found
@@ -99,7 +99,7 @@ def fake(monkeypatch):
 
 
 def compiled(fake, kernel, key, signature):
-    """What Triton would make of a kernel, but for its code."""
+    """A compiled kernel without its code."""
     made = CompiledKernel.__new__(CompiledKernel)
     is_map = lambda kind: isinstance(kind, str) and kind.startswith("tensordesc")
     forms = [FORM for kind in signature.values() if is_map(kind)]
@@ -117,11 +117,11 @@ def compiled(fake, kernel, key, signature):
     return made
 
 
-def told(log, given):
-    """The launches, with addresses of tensors that the call was given by number, of those it has
-    allocated by the order in which they come.
+def normalise(log, arguments):
+    """The launches, with addresses replaced: the number of an argument tensor, or of an allocation
+    and the offset in it.
     """
-    names = {t.data_ptr(): i for i, t in enumerate(given) if t is not None}
+    names = {t.data_ptr(): i for i, t in enumerate(arguments) if t is not None}
     fresh = {}
 
     def address(value):
@@ -183,30 +183,30 @@ def run(fake, call, grad):
     fake.log.clear()
     leaves = [t.detach().requires_grad_(grad) for t in args[:3]]
     out = attend(*leaves, *args[3:], **options)
-    given = [*args, *options.values()]
+    arguments = [*args, *options.values()]
     if grad:
         dout = torch.ones_like(out)
         torch.autograd.grad(out, leaves, dout)
-        given.append(dout)
-    return told(fake.log, [t for t in given if isinstance(t, torch.Tensor)])
+        arguments.append(dout)
+    return normalise(fake.log, [t for t in arguments if isinstance(t, torch.Tensor)])
 
 
 @pytest.fixture
-def plays(monkeypatch):
-    """The tapes that were played."""
+def replays(monkeypatch):
+    """The recordings that were replayed."""
     found = []
-    play = replay.Tape.play
+    original = replay.Recording.replay
 
-    def noted(tape, *args):
-        found.append(tape)
-        return play(tape, *args)
+    def noted(recording, *args):
+        found.append(recording)
+        return original(recording, *args)
 
-    monkeypatch.setattr(replay.Tape, "play", noted)
+    monkeypatch.setattr(replay.Recording, "replay", noted)
     return found
 
 
-def test_a_replay_has_the_addresses_of_its_own_call(fake, plays):
-    """Not those of the recorded one, even if that was given one tensor three times."""
+def test_a_replay_has_the_addresses_of_its_own_call(fake, replays):
+    """Not the addresses of the recorded call, even if that passed one tensor three times."""
     x = dense(kv_heads=4)[1][0]
     attend = partial(onchip.attention, causal=True)
     for _ in range(2):
@@ -215,40 +215,40 @@ def test_a_replay_has_the_addresses_of_its_own_call(fake, plays):
     fake.log.clear()
     out = attend(q, k, v)
     ((_, args),) = fake.log
-    assert len(plays) == 1
+    assert len(replays) == 1
     assert [arg[1] for arg in args if isinstance(arg, tuple)] == [
         t.data_ptr() for t in (q, k, v, out)
     ]
 
 
-def test_the_op_of_compiled_graphs_replays_too(fake, plays, monkeypatch):
+def test_the_op_of_compiled_graphs_replays_too(fake, replays, monkeypatch):
     usual = run(fake, CALLS["dense"], False)
     monkeypatch.setattr(torch_op, "is_eager", lambda q: False)
     for _ in range(4):
         assert run(fake, CALLS["dense"], False) == usual
-    assert len(plays) == 2
+    assert len(replays) == 2
 
 
-def test_a_profiler_hears_of_every_launch(fake, plays, monkeypatch):
+def test_a_profiler_sees_every_launch(fake, replays, monkeypatch):
     attend, args, options = CALLS["paged"]
     for _ in range(3):
         attend(*args, **options)
-    assert len(plays) == 1
+    assert len(replays) == 1
     monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", lambda metadata: None)
     fake.log.clear()
     attend(*args, **options)
-    assert len(plays) == 1 and len(fake.log) == 1
+    assert len(replays) == 1 and len(fake.log) == 1
 
 
 @pytest.mark.parametrize("version", ["3.7.0", "4.0.0"])
-def test_another_triton_is_launched_the_usual_way(fake, plays, monkeypatch, version):
+def test_other_versions_of_triton_are_not_replayed(fake, replays, monkeypatch, version):
     monkeypatch.setattr(triton, "__version__", version)
     for _ in range(4):
         run(fake, CALLS["dense"], True)
-    assert not plays
+    assert not replays
 
 
-def test_so_is_a_kernel_that_needs_memory_of_tritons(fake, plays, monkeypatch):
+def test_kernels_with_tritons_scratch_memory_are_not_replayed(fake, replays, monkeypatch):
     init = compiled
 
     def needy(*args):
@@ -261,12 +261,12 @@ def test_so_is_a_kernel_that_needs_memory_of_tritons(fake, plays, monkeypatch):
     monkeypatch.setitem(globals(), "compiled", needy)
     for _ in range(4):
         run(fake, CALLS["dense"], False)
-    assert not plays
+    assert not replays
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_replay_launches_the_same(fake, plays, name, grad):
+def test_a_replay_makes_the_same_launches(fake, replays, name, grad):
     if grad and name.startswith("paged"):
         pytest.skip("pages have no gradient")
     call = CALLS[name]
@@ -275,4 +275,4 @@ def test_a_replay_launches_the_same(fake, plays, name, grad):
         assert run(fake, call, grad) == usual
     torch_works = ("window, sinks", "portable, bias", "wide")  # it sums, it rounds dout
     passes = 1 + (grad and name not in torch_works)
-    assert len(plays) == 2 * passes
+    assert len(replays) == 2 * passes

@@ -1,4 +1,4 @@
-"""The memory checker of the other files here finds what it is for."""
+"""The memory checker of the interpreted tests reports accesses out of bounds."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_in_a_process_that_interprets():
 
 @inside
 @pytest.mark.parametrize("add", [False, True])
-def test_what_is_masked_may_point_anywhere(add):
+def test_masked_lanes_may_point_anywhere(add):
     source, target = torch.arange(50.0), torch.zeros(50)
     run(source, target, 0, 50, add)
     assert torch.equal(source, target)
@@ -41,7 +41,7 @@ def test_what_is_masked_may_point_anywhere(add):
 @pytest.mark.parametrize(
     "lengths, first, what", [((49, 50), 0, "read"), ((50, 50), -1, "read"), ((50, 49), 0, None)]
 )
-def test_one_lane_too_far_is_told_even_within_an_allocation(lengths, first, what, add):
+def test_one_lane_out_of_bounds_is_reported_even_inside_an_allocation(lengths, first, what, add):
     source, target = (torch.zeros(64)[7 : 7 + n] for n in lengths)
     what = what or ("update" if add else "write")
     with pytest.raises(Exception, match=f"1 of 50 lanes {what} outside"):
@@ -49,8 +49,8 @@ def test_one_lane_too_far_is_told_even_within_an_allocation(lengths, first, what
 
 
 @inside
-def test_gaps_of_a_view_are_its_own_but_not_what_follows():
-    """Columns of a matrix: what the kernel may read ends with the last of them."""
+def test_gaps_of_a_view_may_be_read_but_not_memory_after_it():
+    """Columns of a matrix: the kernel may read up to the last of them."""
     source, target = torch.zeros(9, 8), torch.zeros(64)
     run(source[:, 2], target, 0, 64, False)
     with pytest.raises(Exception, match="2 of 63 lanes read outside"):
@@ -58,6 +58,6 @@ def test_gaps_of_a_view_are_its_own_but_not_what_follows():
 
 
 @inside
-def test_nothing_given_is_nothing_to_read():
+def test_without_tensors_nothing_may_be_read():
     with pytest.raises(Exception, match="64 of 64 lanes read outside"):
         run(torch.zeros(0), torch.zeros(64), 0, 64, False)

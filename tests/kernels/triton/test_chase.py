@@ -1,4 +1,4 @@
-"""The ring that one thread walks: every line once, and where it stands after so many hops."""
+"""The ring of pointer chasing: every line once, and the line after so many hops."""
 
 import pytest
 import torch
@@ -8,11 +8,11 @@ from tests.interpreted import inside, outside, run_inside
 pytest.importorskip("triton")
 
 
-def test_a_ring_goes_through_every_line_once():
-    from onchip.kernels.triton.chase import LINE, lines
+def test_a_ring_visits_every_line_once():
+    from onchip.kernels.triton.chase import LINE, make_ring
 
     order = torch.randperm(63, dtype=torch.int32)
-    ring, place, seen = lines(order), 0, []
+    ring, place, seen = make_ring(order), 0, []
     for _ in range(63):
         place = int(ring[place * LINE])
         seen.append(place)
@@ -25,10 +25,10 @@ def test_chases():
 
 
 @inside
-def test_interpreted_hops_are_those_of_the_ring():
-    from onchip.kernels.triton.chase import LINE, chase, lines
+def test_interpreted_hops_follow_the_ring():
+    from onchip.kernels.triton.chase import LINE, chase, make_ring
 
-    ring, place = lines(torch.randperm(31, dtype=torch.int32)), 0
+    ring, place = make_ring(torch.randperm(31, dtype=torch.int32)), 0
     for hops in range(7):
         place = int(ring[place * LINE])
         assert chase(ring, hops).item() == place

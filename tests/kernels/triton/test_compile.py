@@ -1,8 +1,8 @@
-"""The portable kernels, compiled for GPUs that are not here: what ptxas makes of them, and how many
-variants of them there are.
+"""The portable kernels, cross-compiled for GPUs: the code that ptxas generates, and the number of
+variants.
 
-Each variant is a real call whose launches are recorded instead of run, so that the host code, the
-tile tables and the signatures are tested together.
+Each variant is a real call with launches that are recorded instead of run, so that the host code,
+the tile tables and the signatures are tested together.
 """
 
 import re
@@ -19,7 +19,7 @@ from onchip.core import paged
 from onchip.core.problem import DeviceInfo, Options, Tensors, describe
 from onchip.cost import footprint
 from onchip.kernels.tiles import TritonConfig
-from tests.kv8 import eight
+from tests.kv8 import quantise_pages
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -63,7 +63,7 @@ def _call(monkeypatch, arch, dtype, sizes, options, lengths=None, backward=True)
     if page_size:
         x = _in_pages(x, page_size)
         if form is not None:
-            (k, v), scales = eight(x.k, x.v, form)
+            (k, v), scales = quantise_pages(x.k, x.v, form)
             x = x._replace(k=k, v=v, **scales)
         problem = paged.describe(x, Options(**scalars))
     else:
@@ -144,7 +144,7 @@ def _sass(cubin: bytes) -> str:
 
 
 def _hot_loop(sass: str) -> list[str]:
-    """The instructions of the first loop that multiplies matrices: that of the unmasked tiles."""
+    """The instructions of the first loop with matrix products: the loop over unmasked tiles."""
     pattern = r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);"
     code = [(int(m[1], 16), m[2], m[3]) for m in re.finditer(pattern, sass)]
     for here, name, rest in code:
@@ -200,7 +200,7 @@ SLOW = [
     (80, BF16, GQA, {"page_size": 16, "lengths": (1, 4000), "form": E4M3}),
     ("gfx942", BF16, GQA, {"page_size": 16, "lengths": (1, 4000), "form": INT8}),
 ]
-PLAIN = ({"causal": True}, SLOW[2][3])  # whose footprint the tile tables say
+PLAIN = ({"causal": True}, SLOW[2][3])  # footprint.py predicts their shared memory
 VARIANTS = [pytest.param(*case, id=f"{case[0]}-{i}") for i, case in enumerate(QUICK)]
 VARIANTS += [
     pytest.param(*case, id=f"{case[0]}-{i}", marks=pytest.mark.slow)
@@ -209,7 +209,7 @@ VARIANTS += [
 
 
 def _holds(compiled, name: str, kwargs: dict, head_dim: int) -> None:
-    """Shared memory as the tile tables say, and registers that fit on a processor."""
+    """Shared memory as in footprint.py, and registers that fit on a processor."""
     kernel = name.removesuffix("_kernel")
     if name in STREAMED:
         return
@@ -281,8 +281,8 @@ def test_pointwise_kernels_move_sixteen_bytes_at_a_time(monkeypatch, launches, a
 
 
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
-def test_draws_fit_into_registers(launches, arch):
-    """With all that a row may ask for, and with none of it."""
+def test_sampling_fits_into_registers(launches, arch):
+    """With all sampling options, and with none."""
     from onchip.kernels.llm import sampling
 
     logits, rows = torch.zeros(2, 151_936, dtype=BF16), torch.zeros(2)
@@ -301,7 +301,7 @@ def test_draws_fit_into_registers(launches, arch):
 
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_stacks_of_states_are_read_sixteen_bytes_at_a_time(launches, arch):
-    """As a cascade brings them: 1, 8 or 40 segments of a level, of all queries or of some."""
+    """As in a cascade: 1, 8 or 40 segments of a level, of all queries or of some."""
     from onchip.kernels.triton.merge import merge
 
     own = torch.zeros(64, 32, 128), torch.zeros(64, 32).t()
@@ -361,8 +361,8 @@ def test_random_lengths_make_at_most_two_variants(monkeypatch, launches, head_di
     assert {name: len(variants) for name, variants in seen.items() if len(variants) > 2} == {}
 
 
-def test_nothing_is_read_or_written_before_the_wait_for_the_kernel_before(monkeypatch, launches):
-    """These may start while their predecessor, whose results they read, still runs."""
+def test_no_memory_access_before_the_wait_for_the_previous_kernel(monkeypatch, launches):
+    """These kernels may start while the previous one still runs, and they read its results."""
     options = {"page_size": 16, "lengths": (1, 4000), "sinks": True}
     _call(monkeypatch, 90, BF16, GQA, options, backward=False)
     assert [kernel.fn.__name__ for kernel, _, _ in launches] == ["decode_kernel", "merge_kernel"]

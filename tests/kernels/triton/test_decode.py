@@ -1,5 +1,5 @@
-"""Keys in pages, read by the kernel itself: by Triton's interpreter on the CPU, in small tiles, and
-on a GPU where there is one.
+"""Paged keys and few queries: by Triton's interpreter on the CPU, in small tiles, and on a GPU if
+there is one.
 """
 
 import math
@@ -11,13 +11,13 @@ import onchip
 import onchip.testing as ot
 from onchip.core.problem import Problem
 from onchip.cost.hardware import H200
-from onchip.cost.prefixes import Costs, Occupancy
+from onchip.cost.prefixes import Occupancy, PrefixCosts
 from onchip.fold import cascade
 from onchip.kernels.tiles import TritonConfig
 from onchip.kernels.triton import entry
 from onchip.quant.kv8 import dequantise
 from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
-from tests.kv8 import FORMS, eight, on_grid
+from tests.kv8 import FORMS, on_grid, quantise_pages
 
 pytest.importorskip("triton")
 
@@ -35,7 +35,7 @@ def test_in_a_process_that_interprets(marked):
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Tiles and splits far below those of a GPU, so that short sequences have several."""
+    """Much smaller tiles and splits than on a GPU, so that short sequences have several."""
     if INTERPRETED:
         from onchip.kernels.triton import decode, launch
 
@@ -69,7 +69,7 @@ def judge(seqlens_q, seqlens_k, page_size, sizes, dtype, options, form=None) -> 
         packed = packed._replace(k=on_grid(packed.k, form), v=on_grid(packed.v, form))
     pages = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, page_size)
     if form is not None:
-        (k_pages, v_pages), scales = eight(*pages[:2], form)
+        (k_pages, v_pages), scales = quantise_pages(*pages[:2], form)
         pages, call = pages._replace(k_pages=k_pages, v_pages=v_pages), call | scales
 
     def attention(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
@@ -107,13 +107,13 @@ def test_decode_verify_and_chunks_in_one_call(case, deterministic):
     judge(*sizes, {**options, "deterministic": deterministic})
 
 
-EIGHT = [(case, FORMS[i % 2]) for i, case in enumerate(MIXED)]
-QUICK = [EIGHT[i] for i in (0, 4, 5, 7, 8, 10, 12)]  # interpreted, a case takes seconds
-EIGHT = [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in EIGHT]
+KV8 = [(case, FORMS[i % 2]) for i, case in enumerate(MIXED)]
+QUICK = [KV8[i] for i in (0, 4, 5, 7, 8, 10, 12)]  # interpreted, a case takes seconds
+KV8 = [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in KV8]
 
 
 @here
-@pytest.mark.parametrize(("case", "form"), EIGHT)
+@pytest.mark.parametrize(("case", "form"), KV8)
 def test_pages_of_8_bits_keep_the_rule_of_the_queries(case, form):
     *sizes, options = case
     judge(*sizes, options, form)
@@ -122,7 +122,7 @@ def test_pages_of_8_bits_keep_the_rule_of_the_queries(case, form):
 @here
 @pytest.mark.parametrize("batch", [33, pytest.param(300, marks=pytest.mark.slow)])
 def test_batches_of_every_bucket(batch):
-    """Those of more than 2,048 sequences come here from Hopper, too."""
+    """Batches of more than 2,048 sequences run here on Hopper, too."""
     lengths = [300 * LONG] + [1 + 7 * b % 30 * LONG for b in range(batch - 1)]
     judge([1] * batch, lengths, 16, heads(4), BF16, {})
 
@@ -146,7 +146,7 @@ def test_groups_and_page_sizes_of_8_bits(group_size, page_size):
 
 @here
 @pytest.mark.parametrize("form", FORMS)
-def test_scales_far_from_one_another_and_queries_far_from_one(form):
+def test_scales_and_queries_of_very_different_magnitudes(form):
     """Keys and values of 2^-20 to 2^20, queries of 1e-3 and 1e6 in bf16: nothing falls below what
     fp16 holds.
     """
@@ -156,7 +156,7 @@ def test_scales_far_from_one_another_and_queries_far_from_one(form):
     q, k, v = q.to(BF16), k * size / size.max(), v * size
     cu = torch.tensor([0, 90], dtype=torch.int32)
     *pages, table, seqlens = ot.make_pages(k[0], v[0], cu, 16)
-    (k8, v8), scales = eight(*pages, form)
+    (k8, v8), scales = quantise_pages(*pages, form)
     call = {"return_lse": True, "softmax_scale": 1e-4, "out_dtype": FP32}
     out, lse = onchip.paged_attention(q, k8, v8, table, seqlens, **scales, kernel="triton", **call)
     wide = (dequantise(t, s, torch.float64) for t, s in zip((k8, v8), scales.values(), strict=True))
@@ -170,11 +170,11 @@ def test_scales_far_from_one_another_and_queries_far_from_one(form):
 
 
 @here
-def test_an_odd_head_dim_of_8_bits_is_left_to_others():
+def test_an_odd_head_dim_of_8_bits_is_unsupported():
     _, packed, pages = paged(2, 1, [20, 5], 4, heads(2) | {"head_dim": 15})
-    (k, v), scales = eight(*pages[:2], FORMS[0])
+    (k, v), scales = quantise_pages(*pages[:2], FORMS[0])
     q = packed.q[:, None]
-    with pytest.raises(onchip.UnsupportedError, match="by words of two elements, not head_dim 15"):
+    with pytest.raises(onchip.UnsupportedError, match="by pairs of elements, not head_dim 15"):
         onchip.paged_attention(q, k, v, *pages[2:], **scales, kernel="triton")
     assert onchip.paged_attention(q, k, v, *pages[2:], **scales).isfinite().all()
 
@@ -186,7 +186,7 @@ def paged(batch, seqlen_q, lengths, page_size, sizes, dtype=BF16):
 
 
 @here
-def test_unpacked_queries_are_packed_ones():
+def test_dense_queries_equal_packed_ones():
     q, packed, pages = paged(3, 2, [70, 5, 300], 16, GQA)
     call = {"return_lse": True, "kernel": "triton"}
     out, lse = onchip.paged_attention(q, *pages, **call)
@@ -254,8 +254,8 @@ def test_a_tree_of_drafts(causal):
 
 
 @here
-def test_a_window_does_not_read_the_pages_it_has_left_behind():
-    """Their entries may be anything, and the pages they name hold NaN."""
+def test_a_window_does_not_read_pages_before_it():
+    """Entries before the window may be arbitrary, and their pages hold NaN."""
     packed = ot.make_packed([2], [333], dtype=BF16, device=DEVICE, **GQA)
     pages = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, 16)
     call = {"window_size": (100, None), "kernel": "triton"}
@@ -273,8 +273,8 @@ def test_a_window_does_not_read_the_pages_it_has_left_behind():
 
 
 @here
-def test_bad_values_give_wrong_rows_and_no_access_outside():
-    """What a GPU cannot check without a synchronisation, the kernel clamps to the tensors."""
+def test_bad_values_give_wrong_rows_and_no_access_out_of_bounds():
+    """The kernel clamps values to the tensors that a GPU cannot check without a synchronisation."""
     from onchip.core import paged as door
     from onchip.core.problem import Options, Tensors
 
@@ -297,7 +297,7 @@ def test_bad_values_give_wrong_rows_and_no_access_outside():
 
 
 @here
-def test_a_pool_without_pages_is_no_key():
+def test_a_pool_without_pages_has_no_keys():
     none = torch.empty(0, 16, 2, 16, dtype=BF16, device=DEVICE)
     q = torch.randn(2, 1, 4, 16).to(DEVICE, BF16)
     table, seqlens = (torch.zeros(*n, dtype=torch.int32, device=DEVICE) for n in ((2, 3), (2,)))
@@ -305,7 +305,7 @@ def test_a_pool_without_pages_is_no_key():
 
 
 @here
-def test_strides_of_pages_and_table_are_kept():
+def test_strides_of_pages_and_page_table():
     """Pages with heads outside slots, keys and values interleaved, and a table that is a view."""
     q, _, (k_pages, v_pages, table, seqlens) = paged(2, 1, [100, 300], 16, heads(2, 2))
     expected = onchip.paged_attention(q, k_pages, v_pages, table, seqlens, kernel="triton")
@@ -324,8 +324,8 @@ PROBLEM = Problem(1, 1, 4096, 32, 8, 128, 128, BF16, BF16, 0.1, causal=True, pag
 @pytest.mark.parametrize("batch", (1, 7, 300))
 @pytest.mark.parametrize("seqlen_k", (1, 256, 4096, 2**20))
 @pytest.mark.parametrize("deterministic", (False, True))
-def test_what_is_launched_suffices_for_any_lengths(batch, seqlen_k, deterministic):
-    """The cuts of splits.py, made here in Python for lengths that a host could not know."""
+def test_the_launch_is_large_enough_for_any_lengths(batch, seqlen_k, deterministic):
+    """The splits of splits.py, computed here in Python for lengths that the host does not read."""
     from onchip.kernels.triton import decode
 
     problem = PROBLEM._replace(batch=batch, seqlen_k=seqlen_k, deterministic=deterministic)
@@ -427,7 +427,7 @@ def states_of(own, parts):
 @here
 @pytest.mark.parametrize("counts", [[], [1], [3], [8], [16], [37], [2, 3], [1, 1, 5]])
 @pytest.mark.parametrize("tokens_first", [False, True])
-def test_stacks_of_states_merge_in_a_kernel_as_in_the_algebra(counts, tokens_first):
+def test_stacks_of_states_merge_as_in_state_py(counts, tokens_first):
     from onchip.core.state import merge_out_lse
     from onchip.kernels.triton.merge import merge
 
@@ -451,8 +451,8 @@ def test_stacks_of_states_merge_in_a_kernel_as_in_the_algebra(counts, tokens_fir
     "spans", [[(0, 13)], [(5, 13), (0, 1)], [(0, 13), (2, 6), (12, 13), (4, 5)]]
 )
 @pytest.mark.parametrize("head_dim_v", [20, 64])
-def test_states_of_some_tokens_fold_in_place_as_in_the_algebra(spans, head_dim_v):
-    """Rows that saw nothing in some of them, or in all; entries of a batch."""
+def test_states_of_some_tokens_fold_in_place_as_in_state_py(spans, head_dim_v):
+    """Rows that saw no key in some of them, or in all; entries of a batch."""
     from onchip.core.state import merge_out_lse
     from onchip.kernels.triton.entry import fold
 
@@ -484,8 +484,8 @@ def test_states_of_some_tokens_fold_in_place_as_in_the_algebra(spans, head_dim_v
 
 
 @here
-def test_rows_without_a_part_are_not_touched_by_it():
-    """A stack whose states are NaN, of which two queries have a row: the others keep their own."""
+def test_rows_that_are_not_in_a_stack_do_not_change():
+    """A stack of NaN states with rows for two queries: the other queries keep their own state."""
     from onchip.kernels.triton.merge import merge
 
     own = torch.randn(9, 2, 40, device=DEVICE), torch.randn(2, 9, device=DEVICE)
@@ -501,11 +501,11 @@ def test_rows_without_a_part_are_not_touched_by_it():
 
 @here
 def test_a_cascade_of_segments():
-    """Pairs that share 4 and 2 pages, read once and in four segments, by these kernels alone."""
+    """Pairs that share 4 and 2 pages, read once and in four segments, only by these kernels."""
     q, _, (k_pages, v_pages, table, seqlens) = paged(4, 1, [77, 70, 45, 41], 16, GQA, FP32)
     table[1, :4], table[3, :2] = table[0, :4], table[2, :2]
     programs = Occupancy(16, num_kv_heads=2, tile_queries=2)
-    model = Costs(100, 0, 0, 0, occupancy=programs)
+    model = PrefixCosts(100, 0, 0, 0, occupancy=programs)
     plan = cascade.plan(table.cpu(), seqlens.cpu(), 16, model).to(DEVICE)
     assert [level.segments for level in plan.levels] == [4]
     args, options = (q, k_pages, v_pages), {"kernel": "triton", "sinks": torch.randn(4).to(DEVICE)}

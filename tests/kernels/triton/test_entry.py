@@ -1,4 +1,6 @@
-"""Where dispatch meets the Triton kernels: refusals are sentences, nothing is imported early."""
+"""The Triton backend as dispatch sees it: supports() returns sentences, and nothing is imported
+early.
+"""
 
 import subprocess
 import sys

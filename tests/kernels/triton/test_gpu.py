@@ -1,4 +1,6 @@
-"""The portable kernels on a real GPU: the contract at odd lengths, and what only a GPU can show."""
+"""The portable kernels on a real GPU: the contract at odd lengths, and properties that only a GPU
+shows.
+"""
 
 import math
 
@@ -156,7 +158,7 @@ def test_nan_in_a_neighbouring_sequence():
         assert torch.equal(a[at], b[at])
 
 
-def test_bad_offsets_give_wrong_rows_and_no_access_outside():
+def test_bad_offsets_give_wrong_rows_and_no_access_out_of_bounds():
     packed, attention = _packed_call([100, 100])
     bad = torch.tensor([-(10**6), 10**9, 3], dtype=torch.int32, device="cuda")
     options = {"cu_seqlens_q": bad, "cu_seqlens_k": bad, "max_seqlen_q": 4096, "max_seqlen_k": 4096}
@@ -205,7 +207,7 @@ def test_a_million_keys():
 
 
 def test_tensors_past_two_billion_elements():
-    """The last rows and keys of a long sequence are those of a short one, forward and backward."""
+    """The last rows and keys of a long sequence equal a short one, forward and backward."""
     seqlen, last, sizes = 2**20 + 4096, 640, (16, 128)  # tiles begin at the same keys
     k = torch.empty(1, seqlen, *sizes, device="cuda", dtype=BF16).normal_()
     assert k.numel() > 2**31

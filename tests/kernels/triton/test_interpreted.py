@@ -49,7 +49,7 @@ def part_of(cases):
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Tiles far below those of a GPU, so that short sequences have several."""
+    """Much smaller tiles than on a GPU, so that short sequences have several."""
     if INTERPRETED:
         from onchip.kernels.triton import launch
 
@@ -58,7 +58,7 @@ def small_tiles(monkeypatch):
 
 
 def _tensors(options: dict, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> dict:
-    """The options of a case with their tensors; bias says which dimensions it has of its own."""
+    """The options of a case with their tensors; bias: in which dimensions it does not broadcast."""
     generator = torch.Generator().manual_seed(3)
     draw = lambda *shape: torch.randn(shape, generator=generator)
     options = dict(options)
@@ -192,7 +192,7 @@ def test_distributions(distribution):
 
 @inside
 @pytest.mark.parametrize("seed", part_of((0, -3, 2**62 + 5, torch.tensor(2**33 + 1))))
-def test_dropout_is_that_of_the_contract(seed):
+def test_dropout_equals_the_contract(seed):
     q, k, _ = ot.make_qkv(2, 40, 70, num_heads=3, num_kv_heads=1, head_dim=8)
     v = torch.eye(70).view(1, 70, 1, 70).expand(2, -1, -1, -1)
     options = {"dropout_p": 0.4, "dropout_seed": seed, "kernel": "triton"}
@@ -236,8 +236,8 @@ def test_nan_in_a_block_that_no_row_sees(dtype):
 
 
 @inside
-def test_bad_offsets_give_wrong_rows_and_no_access_outside():
-    """What a GPU cannot check without a synchronisation, the kernels clamp to the tensors."""
+def test_bad_offsets_give_wrong_rows_and_no_access_out_of_bounds():
+    """The kernels clamp offsets: a GPU cannot check them without a synchronisation."""
     from onchip.core.problem import Options, Tensors, describe
     from onchip.kernels.triton.entry import backend
 
@@ -251,7 +251,7 @@ def test_bad_offsets_give_wrong_rows_and_no_access_outside():
 
 @inside
 @pytest.mark.parametrize("tile", part_of([(16, 64), (64, 32), (128, 128), (32, 16)]))
-def test_tiles_do_not_change_the_answer(monkeypatch, tile):
+def test_tiles_do_not_change_the_result(monkeypatch, tile):
     from onchip.kernels.triton import launch
 
     monkeypatch.setattr(launch, "triton_config", lambda *_: TritonConfig(*tile, 4, 1))
@@ -262,8 +262,8 @@ def test_tiles_do_not_change_the_answer(monkeypatch, tile):
 
 @inside
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": MOD}, {"sinks": True}])
-def test_rows_whose_scores_are_minus_infinity_see_nothing(options):
-    """In tiles that nothing cuts as well as in others: q.k of finite numbers is below fp32."""
+def test_rows_with_only_scores_of_minus_infinity(options):
+    """In unmasked as well as in masked tiles: q.k of finite numbers overflows fp32."""
     q, k, v = ot.make_qkv(1, 70, head_dim=8)
     q[..., 0], k[..., 0] = 0.0, 1e20
     q[:, ::7], q[:, ::7, :, 0] = 0.0, -1e20

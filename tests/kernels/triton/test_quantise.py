@@ -16,7 +16,7 @@ from onchip.kernels.triton import quantise  # noqa: E402
 
 BLOCK = quantise.BLOCK
 LN2 = 0.6931471805599453
-# Places of v by the key that stands there, 16 at a time: what the tensor cores of Hopper ask for.
+# Columns of v by their key, 16 at a time: the order that Hopper's tensor cores need.
 PLACES = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
 DENSE = [
     ((2, 130, 257), {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2}),
@@ -70,7 +70,7 @@ def _block(blocks, cu, heads, b, head, n):
 
 
 def _whole(blocks, t, cu, transposed=False):
-    """Values times scales in the layout of t; and that there are zeros beyond."""
+    """Values times scales in the layout of t; checks that there are zeros past the end."""
     heads, dim = t.shape[-2:]
     tiles = (
         blocks.values.float().view(-1, quantise.padded_width(dim), BLOCK)
@@ -97,7 +97,7 @@ def _whole(blocks, t, cu, transposed=False):
 
 
 def _assert_same(found, codes, want, name):
-    """But where a number lies between two codes: then it may be the other one, for few of them."""
+    """Except numbers between two codes: few of them may have the other code."""
     exact = want.dequantise()
     same = codes == want.values.float()
     assert same.float().mean() > 0.998, f"{name}: {same.float().mean()} of the codes agree"
@@ -108,7 +108,7 @@ def _assert_same(found, codes, want, name):
 @here
 @pytest.mark.parametrize("precision", ["fp8", "int8", "int8_pv16"])
 @pytest.mark.parametrize("case", [*DENSE, "packed"], ids=str)
-def test_operands_are_those_of_the_recipe(case, precision):
+def test_operands_equal_the_recipe(case, precision):
     x, lengths = _packed() if case == "packed" else _dense(*case)
     q, k, v, cu_q, cu_k = x[:5]
     problem = describe(x, Options(precision=precision), lengths)
@@ -129,7 +129,7 @@ def test_operands_are_those_of_the_recipe(case, precision):
 
 @here
 @pytest.mark.parametrize("case", [DENSE[2], "packed"], ids=str)
-def test_blocks_of_a_strip_are_those_of_programs_of_their_own(case, monkeypatch):
+def test_blocks_of_a_strip_equal_blocks_of_single_programs(case, monkeypatch):
     x, lengths = _packed() if case == "packed" else _dense(*case)
     problem = describe(x, Options(precision="fp8"), lengths)
     found = []
@@ -144,22 +144,24 @@ def test_blocks_of_a_strip_are_those_of_programs_of_their_own(case, monkeypatch)
 
 @here
 def test_a_mean_of_many_keys():
-    """More than one span, of which the last is short."""
+    """More than one part, the last of which is short."""
     k = torch.randn(1, 2500, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     k = (k + 3).to(DEVICE)
-    rotation = quantise.rotation_of(64, k.dtype, k.device)
-    got = quantise.mean_of_keys(k, quantise.Side(2500, 2500, 2, None, 1), rotation)
+    rotation = quantise.get_rotation(64, k.dtype, k.device)
+    got = quantise.compute_key_means(k, quantise.OperandSizes(2500, 2500, 2, None, 1), rotation)
     want = rotate(smooth_keys(k)[1])
     torch.testing.assert_close(got.view(1, 2, 64), want, rtol=1e-5, atol=1e-5)
 
 
 @here
 def test_blocks_of_zeros_and_of_nan():
-    """Nothing is divided by nothing; what is not a number stays in its block."""
+    """No division by zero; NaN stays in its block."""
     v = torch.zeros(1, 300, 1, 64, device=DEVICE, dtype=torch.bfloat16)
     v[0, 130], v[0, 299, 0, 5] = torch.nan, 2.0
     scales = torch.empty(3, device=DEVICE)
-    blocks = quantise.transposed(v, quantise.Side(300, 300, 1, None, 1), RECIPES["fp8"].v, scales)
+    blocks = quantise.transpose_values(
+        v, quantise.OperandSizes(300, 300, 1, None, 1), RECIPES["fp8"].v, scales
+    )
     assert blocks.scales[0] == 2.0**-70 and blocks.scales[1].isnan()
     assert blocks.scales[2] == torch.tensor(2.0) / torch.tensor(448.0)
     tiles = blocks.values.float().view(3, 64, BLOCK)

@@ -48,7 +48,7 @@ def test_the_share_of_a_residual(shape, lse_too):
 
 @here
 def test_heads_of_a_larger_tensor():
-    """As ranks that deal heads bring them."""
+    """As ranks that distribute heads pass them."""
     all_heads = torch.randn(3, 2, 17, 6, 32, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     residual, dout = all_heads[:2, :, :, 2:5].bfloat16()
     dlse = all_heads[2, :, :, 2:5, 0].transpose(1, 2)

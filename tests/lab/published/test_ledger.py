@@ -1,4 +1,4 @@
-"""Ledgers see every load and store, and nothing else does any."""
+"""Ledgers count every load and store, and nothing else."""
 
 import math
 
@@ -37,13 +37,13 @@ def test_operations_are_counted_where_they_happen():
     assert book.exps == 15 and book.other_ops == 15
 
 
-def test_rows_that_have_seen_nothing_give_no_nan():
+def test_rows_without_keys_give_no_nan():
     book, nothing = Ledger(), torch.tensor([[-math.inf]])
     m = Tile(nothing, book)
     assert m.below(m).exp().x == 0 and Tile(torch.zeros(1, 1), book).over(m.below(m).exp()).x == 0
 
 
-def test_the_innermost_ledger_counts():
+def test_the_innermost_ledger_records():
     q, k, v = ot.make_qkv(1, 5)
     with ledger() as outer:
         onchip.attention(q, k, v, kernel="paper_v2")
@@ -55,7 +55,7 @@ def test_the_innermost_ledger_counts():
     assert outer.hbm_bytes == before
 
 
-def test_a_ledger_is_a_table():
+def test_a_ledger_prints_as_a_table():
     q, k, v = ot.make_qkv(1, 64, num_heads=1, head_dim=16)
     with ledger(sram=2000) as book:
         onchip.attention(q, k, v, kernel="paper_v1")
@@ -72,7 +72,7 @@ def test_the_bits_of_partial_blocks_are_read_by_every_head():
 
 
 def test_a_row_of_keys_is_read_once_for_every_tile_of_rows():
-    """The law behind all of it: v2 reads K and V N / Br times, v1 reads Q and O N / Bc times."""
+    """The rule of the traffic: v2 reads K and V N / Br times, v1 reads Q and O N / Bc times."""
     q, k, v = ot.make_qkv(1, 256, num_heads=1, head_dim=16)
     with ledger(tiles=(32, 64)) as v2:
         onchip.attention(q, k, v, kernel="paper_v2")
@@ -85,6 +85,6 @@ def test_a_row_of_keys_is_read_once_for_every_tile_of_rows():
 
 
 @pytest.mark.parametrize("options", [{"sram": 0}, {"tiles": (0, 64)}])
-def test_a_chip_that_holds_nothing_is_refused(options):
+def test_a_chip_of_size_zero_is_refused(options):
     with pytest.raises(ValueError, match="at least 1"), ledger(**options):
         pass

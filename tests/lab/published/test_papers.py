@@ -1,4 +1,4 @@
-"""The papers are exact attention, whatever the chip holds; what they lack is refused."""
+"""The papers' kernels are exact for any size of the chip, and refuse options they lack."""
 
 import math
 
@@ -30,7 +30,7 @@ def test_exact_for_any_size_of_the_chip(kernel, sram, dtype):
 
 @pytest.mark.parametrize("kernel", PAPERS[1:3])
 @pytest.mark.parametrize("tiles", [(1, 5), (32, 48), (200, 300)])
-def test_dropout_is_that_of_the_contract_for_any_tile(kernel, tiles):
+def test_dropout_equals_the_contract_for_any_tile(kernel, tiles):
     q, k, v = ot.make_qkv(2, 50, 70, **SIZES)
     options = {"dropout_p": 0.3, "dropout_seed": 2**40 + 17}
     attention = lambda *qkv, **o: onchip.attention(*qkv, kernel=kernel, return_lse=True, **o)
@@ -42,7 +42,7 @@ def test_dropout_is_that_of_the_contract_for_any_tile(kernel, tiles):
 @pytest.mark.parametrize(
     "options", [{"softcap": 5.0}, {"sinks": torch.ones(4)}, {"alibi_slopes": torch.ones(4)}]
 )
-def test_what_the_papers_lack_is_refused(kernel, options):
+def test_options_that_the_papers_lack_are_refused(kernel, options):
     with pytest.raises(onchip.UnsupportedError, match=rf"{kernel}' cannot serve this call: has no"):
         onchip.attention(*ot.make_qkv(1, 5, **SIZES), kernel=kernel, **options)
 
@@ -63,12 +63,12 @@ class TestAlgorithm3:
         attention = lambda *qkv: onchip.attention(*qkv, kernel="paper_v0")
         ot.assert_accurate(attention, q, k, v, grad=True)
 
-    def test_inside_it_is_the_one_of_the_forward(self):
+    def test_inside_a_ledger_p_is_that_of_the_forward(self):
         q, k, v = (x.requires_grad_() for x in ot.make_qkv(1, 63, 111, **SIZES))
         with ledger() as book:
             out = onchip.attention(q, k, v, kernel="paper_v0")
             out.sum().backward()
-        assert "p.rewritten" not in book.writes and not book.kept
+        assert "p.rewritten" not in book.writes and not book.saved
 
     def test_one_ledger_of_two_calls_keeps_their_p_apart(self):
         q, k, v = ot.make_qkv(1, 63, 111, **SIZES)
@@ -86,12 +86,12 @@ class TestAlgorithm3:
 
 class TestArithmeticOfV4:
     @pytest.mark.parametrize(("degree", "error"), [(3, 8.8e-5), (4, 3.0e-6), (6, 1.3e-7)])
-    def test_polynomials_are_off_by_what_is_said(self, degree, error):
+    def test_polynomials_have_the_documented_error(self, degree, error):
         x = torch.linspace(-100, 20, 100_001)
         y = exp2(Tile(x, Ledger()), degree).x.double()
         assert (y / x.double().exp2() - 1).abs().max() <= error
 
-    def test_nothing_is_nothing(self):
+    def test_exp2_of_minus_infinity_is_zero(self):
         x = torch.tensor([-math.inf, -1000.0, -127.0])
         assert all((exp2(Tile(x, Ledger()), degree).x == 0).all() for degree in POLYNOMIALS)
 
@@ -105,7 +105,7 @@ class TestArithmeticOfV4:
         assert books["paper_v2"].rescales == first_tile_of_each_row * 4096 // 64
         assert books["paper_v4"].rescales == first_tile_of_each_row
 
-    def test_a_maximum_past_the_threshold_moves(self):
+    def test_a_maximum_past_the_threshold_is_updated(self):
         q, k, v = ot.make_qkv(1, 33, 512, dtype=torch.bfloat16)
         k[:, 200:210] *= 20
         attention = lambda *qkv, **o: onchip.attention(*qkv, kernel="paper_v4", return_lse=True)
@@ -113,7 +113,7 @@ class TestArithmeticOfV4:
             ot.assert_accurate(attention, q, k, v, grad=True)
         assert 2 * 33 < book.rescales < 2 * 33 * 8
 
-    def test_a_polynomial_that_is_not_there_is_refused(self):
+    def test_an_unknown_degree_is_refused(self):
         q, k, v = ot.make_qkv(1, 5)
         with (
             ledger(arithmetic=PUBLISHED._replace(degree=7)),
@@ -128,7 +128,7 @@ class TestArithmeticOfV4:
             ot.assert_accurate(attention, q, k, v, grad=True)
         assert book.exps > 0 and book.rescales < 2 * 33 * 8
 
-    def test_the_published_degree_is_right_for_out_and_not_for_lse(self):
+    def test_the_published_degree_is_accurate_for_out_but_not_for_lse(self):
         q, k, v = ot.make_qkv(2, 256, dtype=torch.bfloat16)
         exact = ot.oracle(q, k, v, window_size=(3, 0))
         with ledger(arithmetic=PUBLISHED):
@@ -141,7 +141,7 @@ class TestArithmeticOfV4:
 
 
 class TestSteps:
-    """What a watcher sees."""
+    """The visits that `watch` receives."""
 
     @pytest.mark.parametrize("kernel", PAPERS[1:])
     def test_the_last_state_of_a_row_is_its_result(self, kernel):
@@ -174,7 +174,7 @@ class TestSteps:
                 onchip.attention(q, k, v, kernel=kernel, mask=masks.causal())
             assert ((0, 64), (128, 256)) not in tiles and len(tiles) == 6
 
-    def test_bytes_grow_from_step_to_step_to_those_of_the_ledger(self):
+    def test_bytes_grow_with_every_visit_up_to_the_ledgers_total(self):
         q, k, v = ot.make_qkv(1, 64, num_heads=1, head_dim=16)
         totals = []
         watch = lambda step: totals.append((step.read_bytes, step.write_bytes))

@@ -11,7 +11,7 @@ from onchip.lab.published.softmax import one_pass, three_pass, two_pass
 
 
 @pytest.mark.parametrize("sram", [1, 10, 111, math.inf])
-def test_softmax_reads_as_often_as_it_says(sram):
+def test_softmax_reads_x_once_per_pass(sram):
     x = torch.randn(3, 111, dtype=torch.float64)
     for passes, f in ((3, three_pass), (2, two_pass)):
         with ledger(sram) as book:

@@ -1,4 +1,4 @@
-"""Keys in segments give what keys in one piece give, and traffic counts what it takes."""
+"""Keys in segments give the same result as keys in one piece, and traffic predicts the bytes."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import onchip.testing as ot
 from onchip.core.problem import Options, Tensors, describe
-from onchip.cost import question
+from onchip.cost import make_problem
 from onchip.lab import traffic
 from onchip.lab.published import ledger
 from onchip.lab.published.segments import cascade, paged, ring, split_kv
@@ -50,7 +50,7 @@ def test_ring(dtype, options, num_ranks):
     assert book.reads["k.sent"] == book.writes["k.received"] == (num_ranks - 1) * k.nbytes
 
 
-def test_ring_of_rows_that_see_nothing():
+def test_ring_of_rows_without_keys():
     q, k, v = ot.make_qkv(1, 40, 10, **SIZES)
     x = Tensors(q, k, v)
     problem = describe(x, Options(causal=True))
@@ -68,8 +68,8 @@ def test_ring_of_rows_that_see_nothing():
     st.sampled_from([(None, None), (5, None), (None, 3), (0, 0), (12, 2)]),
     st.sampled_from([100, 900, None]),
 )
-def test_any_cut_is_counted_and_exact(lengths, parts, causal, window_size, sram):
-    """More shares than keys or queries, shares that see nothing, windows across them."""
+def test_any_split_is_counted_and_exact(lengths, parts, causal, window_size, sram):
+    """More shares than keys or queries, shares without visible pairs, windows across them."""
     q, k, v = ot.make_qkv(1, *lengths, num_heads=2, num_kv_heads=1, head_dim=8)
     x, options = Tensors(q, k, v), {"causal": causal, "window_size": window_size}
     problem = describe(x, Options(**options))
@@ -88,7 +88,7 @@ def test_paged(options, page_size):
     pages = ot.make_pages(packed.k, packed.v, packed.cu_seqlens_k, page_size)
     x = Tensors(packed.q.unflatten(0, (3, 5)), *pages[:2])
     x = x._replace(page_table=pages.page_table, cache_seqlens=pages.cache_seqlens)
-    problem = question(5, 111, batch=3, **SIZES, dtype=torch.float32, **options)
+    problem = make_problem(5, 111, batch=3, **SIZES, dtype=torch.float32, **options)
     with ledger(CHIP.sram) as book:
         out, lse, _ = paged(problem, x)
     packed_lse = lse.transpose(0, 1).flatten(1)
@@ -110,10 +110,10 @@ def test_cascade(options, prefix):
 
 
 def test_heads_packed_as_rows_share_their_keys():
-    problem = question(1, 1000, num_heads=8, num_kv_heads=2, causal=True)
+    problem = make_problem(1, 1000, num_heads=8, num_kv_heads=2, causal=True)
     tiles = Chip(tiles=(16, 64))
     apart, packed = traffic.v2(problem, tiles), traffic.v2(traffic.pack_heads(problem), tiles)
     assert apart.reads["k"] == 4 * packed.reads["k"] and apart.flops == packed.flops
     assert packed.reads["k"] == 2 * 1000 * 64 * 2
     with pytest.raises(ValueError, match="got seqlen_q=2, causal=True"):
-        traffic.pack_heads(question(2, 1000, num_heads=8, num_kv_heads=2, causal=True))
+        traffic.pack_heads(make_problem(2, 1000, num_heads=8, num_kv_heads=2, causal=True))
