@@ -5,47 +5,77 @@ BIN := $(VENV)/bin
 PIP := $(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python
 INSTALL := $(PIP) install --quiet --no-build-isolation -c $(VENV)/constraints.txt
 # One thread per worker: on few cores the tests gain more from running side by side than from threads inside each.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+# worksteal: each worker runs whole files in order, which share their fixtures, until it takes over tests of the other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Triton's interpreter runs the tests marked `interpreted`: it cannot share a process with Triton's compiler.
+INTERPRET := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PYTEST)
+# DURATIONS=folder: each run of pytest writes there how long its tests took.
+durations = $(if $(DURATIONS),--durations-file $(DURATIONS)/$(1).json)
+# Exit status 5: TEST selects no test of this run, but may select some of the next.
+NONE := || [ $$? = 5 ]
 
 # The oldest Triton that is supported, in a folder of its own that comes before the environment: no second torch.
 OLDEST := $(VENV)/triton36
 
-.PHONY: help demo test slow programs triton36 upstream ring lint format lock clean
+.PHONY: help demo test test-extras test-all slow ci-setup programs triton36 upstream ring lint format lock clean
 
 help:
-	@echo "make demo      set up $(VENV) and run 'onchip demo' (about a minute)"
-	@echo "make test      set up $(VENV) and run the tests"
-	@echo "make slow      run the tests marked slow"
-	@echo "make programs  train and run programs of others on onchip: Trainer and TRL of Hugging Face, and more"
-	@echo "make triton36  interpret and cross-compile the GPU kernels with Triton 3.6, the oldest supported"
-	@echo "make upstream  run transformers' own tests of attention with ours: TRANSFORMERS=a clone of its repository"
-	@echo "make ring      run ring-flash-attention's own scripts with ours: RING=a clone of its repository"
-	@echo "make lint      ruff (lint, format) and basedpyright"
-	@echo "make format    let ruff rewrite the files"
-	@echo "make lock      write constraints-hashed.txt from constraints.txt and the hashes of the package index"
-	@echo "make clean     remove $(VENV) and what tools left behind"
+	@echo "make demo         set up $(VENV) and run 'onchip demo' (about a minute)"
+	@echo "make test         set up $(VENV) and run the tests of the package (under 8 minutes on 2 slow cores)"
+	@echo "make test-extras  run the tests of benchmarks, examples, papers and the lab"
+	@echo "make slow         run the tests marked slow"
+	@echo "make test-all     test, test-extras and slow in one run, as .ci/run does"
+	@echo "make programs     train and run programs of others on onchip: Trainer and TRL of Hugging Face, and more"
+	@echo "make triton36     interpret and cross-compile the GPU kernels with Triton 3.6, the oldest supported"
+	@echo "make upstream     run transformers' own tests of attention with ours: TRANSFORMERS=a clone of its repository"
+	@echo "make ring         run ring-flash-attention's own scripts with ours: RING=a clone of its repository"
+	@echo "make lint         ruff (lint, format) and basedpyright"
+	@echo "make format       let ruff rewrite the files"
+	@echo "make lock         write constraints-hashed.txt from constraints.txt and the hashes of the package index"
+	@echo "make clean        remove $(VENV) and what tools left behind"
 
 demo: $(VENV)/.run
 	@$(BIN)/onchip demo $(DEMO)
 
 test: $(VENV)/.test
-	@$(PYTEST) -m "not slow and not programs" $(TEST)
+	@$(PYTEST) -m "not (slow or extras or programs or interpreted)" $(call durations,test) $(TEST) $(NONE)
+	@$(INTERPRET) -m "not (slow or extras)" $(call durations,test-interpreted) $(TEST) $(NONE)
 
-# ALL=1: every variant of the Hopper kernels, not every second one. 5: nothing of TEST is of that kind.
+test-extras: $(VENV)/.test
+	@$(PYTEST) -m "extras and not (slow or interpreted)" $(call durations,extras) $(TEST) $(NONE)
+	@$(INTERPRET) -m "extras and not slow" $(call durations,extras-interpreted) $(TEST) $(NONE)
+
+# ALL=1: every variant of the Hopper kernels, not every second one.
+REST := (slow and (alone$(if $(ALL),, or all)))
 slow: $(VENV)/.test
-	@$(PYTEST) -m "slow and not alone $(if $(ALL),,and not all)" $(TEST) || [ $$? = 5 ]
-	@$(PYTEST) -n 0 -m "slow and alone" $(TEST) || [ $$? = 5 ]
+	@$(PYTEST) -m "slow and not (interpreted or $(REST))" $(call durations,slow) $(TEST) $(NONE)
+	@$(INTERPRET) -m slow $(call durations,slow-interpreted) $(TEST) $(NONE)
+	@$(ALONE)
+
+# Tests of speed, with nothing running beside them. Only their files are collected.
+ALONE = $(PYTEST) -n 0 -m "slow and alone" $(call durations,slow-alone) \
+	$(or $(TEST),$$(grep -rl --include="test_*.py" "mark\.alone" tests)) $(NONE)
+
+# What test, test-extras and slow run, with one collection instead of three.
+test-all: $(VENV)/.test
+	@$(PYTEST) -m "not (programs or interpreted or $(REST))" $(call durations,all) $(TEST) $(NONE)
+	@$(INTERPRET) $(call durations,all-interpreted) $(TEST) $(NONE)
+	@$(ALONE)
 
 # Starts processes of its own, which share the cores with nothing else.
 programs: $(VENV)/.programs
-	@$(PYTEST) -n 0 -m programs tests/programs $(TEST)
+	@$(PYTEST) -n 0 -m programs tests/programs $(call durations,programs) $(TEST)
 
 # Attention interpreted, portable kernels compiled, Hopper kernels in the variants of `make test`. ALL=1: all kernels
 # interpreted, all variants compiled (13 minutes more).
-PORTABLE := tests/kernels/triton$(if $(ALL),,/test_compile.py tests/kernels/triton/test_interpreted.py)
+PORTABLE := tests/kernels/triton
 triton36: $(OLDEST)/.done
-	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper" $(PORTABLE) tests/kernels/test_handles_triton.py $(TEST) || [ $$? = 5 ]
-	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper $(if $(ALL),,and not slow)" tests/kernels/hopper $(TEST) || [ $$? = 5 ]
+	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not (gpu or hopper or interpreted)" $(PORTABLE)$(if $(ALL),,/test_compile.py) \
+		tests/kernels/test_handles_triton.py $(call durations,triton36) $(TEST) $(NONE)
+	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not (gpu or hopper $(if $(ALL),,or slow))" tests/kernels/hopper \
+		$(call durations,triton36-hopper) $(TEST) $(NONE)
+	@PYTHONPATH=$(OLDEST) $(INTERPRET) $(PORTABLE)$(if $(ALL),,/test_interpreted.py) \
+		$(call durations,triton36-interpreted) $(TEST) $(NONE)
 
 upstream: $(VENV)/.upstream
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/adapters/upstream.py "$(TRANSFORMERS)" $(TEST)
@@ -120,3 +150,8 @@ $(VENV)/.programs: $(VENV)/.test
 $(VENV)/.dev: $(VENV)/.test
 	@echo "Installing the linters ..."
 	@$(INSTALL) -e ".[dev]" && touch $@
+
+# Everything that .ci/run needs, in one installation instead of three.
+ci-setup: $(VENV)/.run
+	@echo "Installing the test tools, programs of others and the linters ..."
+	@$(INSTALL) -e ".[programs,dev]" && touch $(VENV)/.test $(VENV)/.programs $(VENV)/.dev

@@ -1,7 +1,9 @@
-"""Shared by all tests: reproducible draws, missing devices skip their tests, stand-ins for streams
-and for launches.
+"""Shared by all tests: which tests a run selects, reproducible random numbers, durations, and
+stand-ins for streams and for kernel launches.
 """
 
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,13 @@ import torch
 from hypothesis import settings
 
 from tests import bounds
-from tests.interpreted import INTERPRETED
+from tests.durations import Durations
+from tests.interpreted import INTERPRETED, has_interpreted_tests
+
+TESTS = Path(__file__).parent
+# Folders in tests/ whose tests are marked `extras`: `make test-extras` runs them, `make test` does
+# not.
+EXTRAS = ("bench", "examples", "kernels/papers", "lab")
 
 settings.register_profile("onchip", deadline=None, derandomize=True)
 settings.load_profile("onchip")
@@ -20,20 +28,50 @@ def _seeded():
     torch.manual_seed(0)
 
 
-def pytest_configure():
+def pytest_addoption(parser):
+    help = "write the seconds of every test file, and of tests over 1 s, as JSON"
+    parser.addoption("--durations-file", metavar="PATH", help=help)
+
+
+def pytest_configure(config):
+    missing = [folder for folder in EXTRAS if not (TESTS / folder).is_dir()]
+    if missing:
+        raise pytest.UsageError(f"no such folder, but in EXTRAS of tests/conftest.py: {missing}")
+    if INTERPRETED and find_spec("triton") is None:
+        pytest.exit("Triton is not installed: no test is interpreted", 0)
     if INTERPRETED:
         bounds.install()
+    config.pluginmanager.register(Durations(config))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_ignore_collect(collection_path):
+    is_test = collection_path.match("test_*.py")
+    if INTERPRETED and is_test and not has_interpreted_tests(collection_path):
+        return True
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
+def pytest_collection_modifyitems(config, items):
     gpu = torch.cuda.is_available()
     hopper = gpu and torch.cuda.get_device_capability() == (9, 0)
     for item in items:
+        if any(item.path.is_relative_to(TESTS / folder) for folder in EXTRAS):
+            item.add_marker("extras")
         # by marker, not by keyword: folders are keywords too, and one is called hopper
         if item.get_closest_marker("gpu") and not gpu:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
         if item.get_closest_marker("hopper") and not hopper:
             item.add_marker(pytest.mark.skip(reason="no device of compute capability 9.0 here"))
+        if _is_interpreted(item) and not INTERPRETED:
+            item.add_marker(pytest.mark.skip(reason="runs with TRITON_INTERPRET=1"))
+    if INTERPRETED:
+        config.hook.pytest_deselected(items=[x for x in items if not _is_interpreted(x)])
+        items[:] = filter(_is_interpreted, items)
+
+
+def _is_interpreted(item):
+    return item.get_closest_marker("interpreted") is not None
 
 
 class LateMover:
@@ -87,13 +125,15 @@ def late():
 
 
 @pytest.fixture
-def launches(monkeypatch, tmp_path):
+def launches(monkeypatch):
     """(kernel, positional arguments, keyword arguments) of every launch of Triton, none of which
     happens; the card has 132 processors.
+
+    Tests that compile these launches share Triton's cache with other runs. Its key covers the
+    source, the options and the version of Triton, so that only changed kernels compile again.
     """
     from triton.runtime.jit import JITFunction
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     card = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     found = []

@@ -13,7 +13,7 @@ from onchip.iomodel import question, roofline
 from onchip.iomodel.hardware import H200, HOST
 from onchip.iomodel.prefixes import Occupancy, costs, moved
 from onchip.iomodel.roofline import human_time
-from tests.interpreted import inside, outside, run_inside
+from tests.interpreted import interpreted
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 32, 16
 TOKEN_BYTES = 2 * KV_HEADS * DIM * 2  # keys and values of one token, bf16
@@ -279,13 +279,7 @@ def test_bad_questions_are_refused_like_the_call():
             onchip.explain(*arguments, **{option: None})
 
 
-@outside
-def test_in_a_process_that_interprets():
-    pytest.importorskip("triton")
-    run_inside(__file__, "-k", "TestKernel")
-
-
-@inside
+@interpreted
 class TestKernel:
     """The splits of an explanation are those that the kernel makes on the device."""
 

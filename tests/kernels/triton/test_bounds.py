@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.interpreted import inside, outside, run_inside
+from tests.interpreted import interpreted
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -23,12 +23,7 @@ def run(source, target, first, count, add):
     move[(1,)](source, target, first, count, 64, add)
 
 
-@outside
-def test_in_a_process_that_interprets():
-    run_inside(__file__)
-
-
-@inside
+@interpreted
 @pytest.mark.parametrize("add", [False, True])
 def test_what_is_masked_may_point_anywhere(add):
     source, target = torch.arange(50.0), torch.zeros(50)
@@ -36,7 +31,7 @@ def test_what_is_masked_may_point_anywhere(add):
     assert torch.equal(source, target)
 
 
-@inside
+@interpreted
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(
     "lengths, first, what", [((49, 50), 0, "read"), ((50, 50), -1, "read"), ((50, 49), 0, None)]
@@ -48,7 +43,7 @@ def test_one_lane_too_far_is_told_even_within_an_allocation(lengths, first, what
         run(source, target, first, 50, add)
 
 
-@inside
+@interpreted
 def test_gaps_of_a_view_are_its_own_but_not_what_follows():
     """Columns of a matrix: what the kernel may read ends with the last of them."""
     source, target = torch.zeros(9, 8), torch.zeros(64)
@@ -57,7 +52,7 @@ def test_gaps_of_a_view_are_its_own_but_not_what_follows():
         run(source[:, 2], target, 4, 63, False)
 
 
-@inside
+@interpreted
 def test_nothing_given_is_nothing_to_read():
     with pytest.raises(Exception, match="64 of 64 lanes read outside"):
         run(torch.zeros(0), torch.zeros(64), 0, 64, False)

@@ -17,7 +17,7 @@ from onchip.iomodel.prefixes import Costs, Occupancy
 from onchip.kernels.configs import TritonConfig
 from onchip.problem import Problem
 from tests.eightbit import FORMS, eight, on_grid
-from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
+from tests.interpreted import DEVICE, INTERPRETED, interpreted_or_gpu
 
 pytest.importorskip("triton")
 
@@ -25,12 +25,6 @@ pytest.importorskip("triton")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GQA = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "head_dim_v": 24}
 LONG = 1 if INTERPRETED else 20  # on a GPU sequences are this much longer
-
-
-@outside
-@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_in_a_process_that_interprets(marked):
-    run_inside(__file__, "-m", marked)
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +93,7 @@ MIXED = [
 ]
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("case", MIXED)
 def test_decode_verify_and_chunks_in_one_call(case, deterministic):
@@ -112,14 +106,14 @@ QUICK = [EIGHT[i] for i in (0, 4, 5, 7, 8, 10, 12)]  # interpreted, a case takes
 EIGHT = [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in EIGHT]
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize(("case", "form"), EIGHT)
 def test_pages_of_8_bits_keep_the_rule_of_the_queries(case, form):
     *sizes, options = case
     judge(*sizes, options, form)
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("batch", [33, pytest.param(300, marks=pytest.mark.slow)])
 def test_batches_of_every_bucket(batch):
     """Those of more than 2,048 sequences come here from Hopper, too."""
@@ -131,20 +125,20 @@ GROUPS, PAGE_SIZES = (1, 3, 4, 8, 12), (1, 2, 16, 64, 256)
 PAIRS = [(g, PAGE_SIZES[(i + shift) % 5]) for i, g in enumerate(GROUPS) for shift in (0, 2)]
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize(("group_size", "page_size"), PAIRS)
 def test_groups_and_page_sizes(group_size, page_size):
     judge([1, 2], [150 * LONG, 37], page_size, heads(group_size, 2), BF16, {})
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize(("group_size", "page_size"), PAIRS[::2])
 def test_groups_and_page_sizes_of_8_bits(group_size, page_size):
     form = FORMS[(group_size + page_size) % 2]
     judge([1, 2], [90 * LONG, 37], page_size, heads(group_size), FP16, {"sinks": True}, form)
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_scales_far_from_one_another_and_queries_far_from_one(form):
     """Keys and values of 2^-20 to 2^20, queries of 1e-3 and 1e6 in bf16: nothing falls below what
@@ -169,7 +163,7 @@ def test_scales_far_from_one_another_and_queries_far_from_one(form):
     torch.testing.assert_close(out.double().cpu(), want, rtol=2e-3, atol=close)
 
 
-@here
+@interpreted_or_gpu
 def test_an_odd_head_dim_of_8_bits_is_left_to_others():
     _, packed, pages = paged(2, 1, [20, 5], 4, heads(2) | {"head_dim": 15})
     (k, v), scales = eight(*pages[:2], FORMS[0])
@@ -185,7 +179,7 @@ def paged(batch, seqlen_q, lengths, page_size, sizes, dtype=BF16):
     return packed.q.unflatten(0, (batch, seqlen_q)), packed, pages
 
 
-@here
+@interpreted_or_gpu
 def test_unpacked_queries_are_packed_ones():
     q, packed, pages = paged(3, 2, [70, 5, 300], 16, GQA)
     call = {"return_lse": True, "kernel": "triton"}
@@ -197,7 +191,7 @@ def test_unpacked_queries_are_packed_ones():
     assert torch.equal(lse.transpose(0, 1).flatten(1), flat_lse)
 
 
-@here
+@interpreted_or_gpu
 def test_fixed_splits_make_a_sequence_independent_of_its_batch():
     lengths, seqlens_q = [150 * LONG, 7, 90 * LONG], [1, 40, 3]
     packed = ot.make_packed(seqlens_q, lengths, dtype=BF16, device=DEVICE, **GQA)
@@ -217,7 +211,7 @@ def test_fixed_splits_make_a_sequence_independent_of_its_batch():
         assert torch.equal(together[rows], alone)
 
 
-@here
+@interpreted_or_gpu
 def test_fixed_splits_give_the_same_bits_for_every_page_size():
     packed = ot.make_packed([1, 3], [150 * LONG, 45], dtype=BF16, device=DEVICE, **GQA)
     results = []
@@ -232,7 +226,7 @@ def test_fixed_splits_give_the_same_bits_for_every_page_size():
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("causal", (True, False))
 def test_a_tree_of_drafts(causal):
     seqlen_q, lengths = 6, [6, 75, 6 + 130 * LONG]
@@ -253,7 +247,7 @@ def test_a_tree_of_drafts(causal):
         ot.assert_accurate(result, q[b : b + 1], k, v, mask=seen.to(DEVICE), **options)
 
 
-@here
+@interpreted_or_gpu
 def test_a_window_does_not_read_the_pages_it_has_left_behind():
     """Their entries may be anything, and the pages they name hold NaN."""
     packed = ot.make_packed([2], [333], dtype=BF16, device=DEVICE, **GQA)
@@ -272,7 +266,7 @@ def test_a_window_does_not_read_the_pages_it_has_left_behind():
     assert torch.equal(left, expected)
 
 
-@here
+@interpreted_or_gpu
 def test_bad_values_give_wrong_rows_and_no_access_outside():
     """What a GPU cannot check without a synchronisation, the kernel clamps to the tensors."""
     from onchip import paged as door
@@ -297,7 +291,7 @@ def test_bad_values_give_wrong_rows_and_no_access_outside():
             entry.forward(door.describe(call, options, longest), call)
 
 
-@here
+@interpreted_or_gpu
 def test_a_pool_without_pages_is_no_key():
     none = torch.empty(0, 16, 2, 16, dtype=BF16, device=DEVICE)
     q = torch.randn(2, 1, 4, 16).to(DEVICE, BF16)
@@ -305,7 +299,7 @@ def test_a_pool_without_pages_is_no_key():
     assert onchip.paged_attention(q, none, none, table, seqlens, kernel="triton").eq(0).all()
 
 
-@here
+@interpreted_or_gpu
 def test_strides_of_pages_and_table_are_kept():
     """Pages with heads outside slots, keys and values interleaved, and a table that is a view."""
     q, _, (k_pages, v_pages, table, seqlens) = paged(2, 1, [100, 300], 16, heads(2, 2))
@@ -425,7 +419,7 @@ def states_of(own, parts):
     return outs, lses
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("counts", [[], [1], [3], [8], [16], [37], [2, 3], [1, 1, 5]])
 @pytest.mark.parametrize("tokens_first", [False, True])
 def test_stacks_of_states_merge_in_a_kernel_as_in_the_algebra(counts, tokens_first):
@@ -447,7 +441,7 @@ def test_stacks_of_states_merge_in_a_kernel_as_in_the_algebra(counts, tokens_fir
     assert merge(move(own), [*map(move, parts)], BF16)[0].dtype == BF16
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize(
     "spans", [[(0, 13)], [(5, 13), (0, 1)], [(0, 13), (2, 6), (12, 13), (4, 5)]]
 )
@@ -484,7 +478,7 @@ def test_states_of_some_tokens_fold_in_place_as_in_the_algebra(spans, head_dim_v
     torch.testing.assert_close(afresh, want, rtol=1e-5, atol=1e-6)
 
 
-@here
+@interpreted_or_gpu
 def test_rows_without_a_part_are_not_touched_by_it():
     """A stack whose states are NaN, of which two queries have a row: the others keep their own."""
     from onchip.kernels.triton.merge import merge
@@ -500,7 +494,7 @@ def test_rows_without_a_part_are_not_touched_by_it():
     assert out[~kept].isnan().all() and lse[:, ~kept].isnan().all()
 
 
-@here
+@interpreted_or_gpu
 def test_a_cascade_of_segments():
     """Pairs that share 4 and 2 pages, read once and in four segments, by these kernels alone."""
     q, _, (k_pages, v_pages, table, seqlens) = paged(4, 1, [77, 70, 45, 41], 16, GQA, FP32)

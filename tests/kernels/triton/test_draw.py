@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onchip.engine import Request, SamplingParams, sampler
-from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
+from tests.interpreted import DEVICE, INTERPRETED, interpreted_or_gpu
 
 pytest.importorskip("triton")
 
@@ -32,11 +32,6 @@ PARAMS = [
     SamplingParams(temperature=0, logit_bias={5: 50}),
     SamplingParams(temperature=1e-20, top_p=0.5),
 ]
-
-
-@outside
-def test_in_a_process_that_interprets():
-    run_inside(__file__)
 
 
 @pytest.fixture
@@ -78,7 +73,7 @@ def randn(*shape, dtype=FP32):
     return torch.randn(*shape).to(DEVICE, dtype)
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_tokens_and_logprobs_of_the_sampler(sample, dtype):
     """All options side by side. A token differs only where the last bit of a sum decides."""
@@ -94,7 +89,7 @@ def test_the_tokens_and_logprobs_of_the_sampler(sample, dtype):
     assert torch.equal(ours.rank, theirs.rank) and ours.top_tokens.shape == (count, 0)
 
 
-@here
+@interpreted_or_gpu
 def test_a_batch_of_one_kind(sample):
     """All greedy, all random, all random with a cut: what is absent costs no launch."""
     for params in ([PARAMS[0]], [PARAMS[1]], [PARAMS[5]]):
@@ -103,7 +98,7 @@ def test_a_batch_of_one_kind(sample):
         assert torch.equal(ours.token, theirs.token)
 
 
-@here
+@interpreted_or_gpu
 def test_ranks_and_top_tokens_are_reported(sample):
     samples, logits = members([SamplingParams(logprobs=3)], 4), randn(4, VOCAB)
     ours, theirs = (sample(logits, rows_of(samples), fused) for fused in (True, False))
@@ -111,7 +106,7 @@ def test_ranks_and_top_tokens_are_reported(sample):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-@here
+@interpreted_or_gpu
 def test_a_row_draws_the_same_whatever_the_batch(sample):
     """The same bits of its log probability, too."""
     count = 7 if INTERPRETED else 64
@@ -122,7 +117,7 @@ def test_a_row_draws_the_same_whatever_the_batch(sample):
     assert together.logprob.tolist() == [one.logprob.item() for one in alone]
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("vocab", [1, 128, 799])
 def test_every_token_has_its_share_of_the_unit_interval(kernel, vocab):
     """Against fp64, at places all over the interval and at its ends."""
@@ -139,7 +134,7 @@ def test_every_token_has_its_share_of_the_unit_interval(kernel, vocab):
     assert token[0] == 0 and token[-1] == vocab - 1
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_floor_is_the_logit_at_which_a_sort_has_enough(kernel, dtype):
     logits = randn(4, VOCAB, dtype=dtype) * 5
@@ -159,7 +154,7 @@ def test_the_floor_is_the_logit_at_which_a_sort_has_enough(kernel, dtype):
         assert torch.equal(kept(floor[:, None]), kept(ordered.gather(1, index)))
 
 
-@here
+@interpreted_or_gpu
 def test_tokens_that_are_ruled_out_stay_out(kernel):
     """-inf in most places, more asked for than there is: only what is left is drawn."""
     logits = torch.full((4, VOCAB), -INF, device=DEVICE)
@@ -174,7 +169,7 @@ def test_tokens_that_are_ruled_out_stay_out(kernel):
             assert torch.equal(logprob, -lse)
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("bad", [float("nan"), INF])
 def test_a_row_that_is_not_finite_fails_alone(sample, bad):
     samples, logits = members(PARAMS[4:], 6), randn(6, VOCAB)
@@ -186,7 +181,7 @@ def test_a_row_that_is_not_finite_fails_alone(sample, bad):
     assert torch.equal(out.token[1::2], clean.token[1::2]) and out.logprob[1::2].isfinite().all()
 
 
-@here
+@interpreted_or_gpu
 def test_no_rows(kernel):
     nothing = torch.empty(0, device=DEVICE)
     drawn = kernel.draw(randn(0, 5), None, nothing, nothing.double())

@@ -1,11 +1,6 @@
-"""The portable kernels, executed on the CPU by Triton's interpreter and judged by fp64.
-
-Interpreting and compiling cannot share a process: without TRITON_INTERPRET=1 this file runs itself
-in one that has it.
-"""
+"""The portable kernels, executed on the CPU by Triton's interpreter and judged by fp64."""
 
 import math
-import os
 from collections import Counter
 
 import pytest
@@ -17,11 +12,10 @@ import onchip.testing as ot
 from onchip import masks
 from onchip.kernels.configs import TritonConfig
 from tests import random_problems
-from tests.interpreted import INTERPRETED, inside, outside, run_inside
+from tests.interpreted import INTERPRETED, interpreted
 
 pytest.importorskip("triton")
 
-PARTS = 2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GROUPS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "head_dim_v": 24}
 GQA = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "head_dim_v": 24}
@@ -33,18 +27,6 @@ DOCUMENT = masks.document(
     torch.tensor([0, 100, 100, 145, 290], dtype=torch.int32),
 )
 DROPOUT = {"dropout_p": 0.3, "dropout_seed": 2**40 + 17}
-
-
-@outside
-@pytest.mark.parametrize("part", range(PARTS))
-def test_in_a_process_that_interprets(part):
-    run_inside(__file__, INTERPRETED_PART=str(part))
-
-
-def part_of(cases):
-    """This process's share of the cases."""
-    part = os.environ.get("INTERPRETED_PART")
-    return cases if part is None else cases[int(part) :: PARTS]
 
 
 @pytest.fixture(autouse=True)
@@ -124,8 +106,8 @@ DENSE = [
 ]
 
 
-@inside
-@pytest.mark.parametrize("case", part_of(DENSE))
+@interpreted
+@pytest.mark.parametrize("case", DENSE)
 def test_dense(case):
     _judge(*case)
 
@@ -139,8 +121,8 @@ PACKED = [
 ]
 
 
-@inside
-@pytest.mark.parametrize("case", part_of(PACKED))
+@interpreted
+@pytest.mark.parametrize("case", PACKED)
 def test_packed(case):
     seqlens_q, seqlens_k, sizes, dtype, options = case
     packed = ot.make_packed(seqlens_q, seqlens_k, dtype=dtype, **sizes)
@@ -159,9 +141,9 @@ FEW = [
 ]
 
 
-@inside
+@interpreted
 @pytest.mark.parametrize("deterministic", (False, True))
-@pytest.mark.parametrize("case", part_of(FEW))
+@pytest.mark.parametrize("case", FEW)
 def test_few_queries_split_over_programs(monkeypatch, case, deterministic):
     from onchip.kernels.triton import decode, launch
 
@@ -175,7 +157,7 @@ def test_few_queries_split_over_programs(monkeypatch, case, deterministic):
     ot.assert_accurate(attention, *packed[:3], **options)
 
 
-@inside
+@interpreted
 def test_fixed_splits_make_a_sequence_independent_of_its_batch():
     q, k, v = ot.make_qkv(3, 1, 700, num_heads=2, num_kv_heads=1, dtype=BF16)
     call = lambda *qkv: onchip.attention(*qkv, deterministic=True, kernel="triton")
@@ -183,15 +165,15 @@ def test_fixed_splits_make_a_sequence_independent_of_its_batch():
     assert torch.equal(together[1:2], alone)
 
 
-@inside
-@pytest.mark.parametrize("distribution", part_of(ot.DISTRIBUTIONS))
+@interpreted
+@pytest.mark.parametrize("distribution", ot.DISTRIBUTIONS)
 def test_distributions(distribution):
     sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "distribution": distribution}
     _judge((70, 90), sizes, BF16, {"causal": True, "sinks": True})
 
 
-@inside
-@pytest.mark.parametrize("seed", part_of((0, -3, 2**62 + 5, torch.tensor(2**33 + 1))))
+@interpreted
+@pytest.mark.parametrize("seed", (0, -3, 2**62 + 5, torch.tensor(2**33 + 1)))
 def test_dropout_is_that_of_the_contract(seed):
     q, k, _ = ot.make_qkv(2, 40, 70, num_heads=3, num_kv_heads=1, head_dim=8)
     v = torch.eye(70).view(1, 70, 1, 70).expand(2, -1, -1, -1)
@@ -206,8 +188,8 @@ def _run(attention, q, k, v, dout: Tensor) -> list[Tensor]:
     return [out, lse, *torch.autograd.grad(out, leaves, dout)]
 
 
-@inside
-@pytest.mark.parametrize("dtype", part_of((BF16, FP32)))
+@interpreted
+@pytest.mark.parametrize("dtype", (BF16, FP32))
 def test_nan_in_a_neighbouring_sequence(dtype):
     packed = ot.make_packed([33, 20, 47], [40, 21, 47], dtype=dtype, head_dim=16)
     options = packed.options | {"causal": True, "return_lse": True, "kernel": "triton"}
@@ -223,8 +205,8 @@ def test_nan_in_a_neighbouring_sequence(dtype):
         assert torch.equal(a[at], b[at]), name
 
 
-@inside
-@pytest.mark.parametrize("dtype", part_of((BF16, FP32)))
+@interpreted
+@pytest.mark.parametrize("dtype", (BF16, FP32))
 def test_nan_in_a_block_that_no_row_sees(dtype):
     mask = masks.mod(lambda b, h, q, k: k // 128 != 1)
     q, k, v = ot.make_qkv(1, 20, 300, num_heads=1, head_dim=16, dtype=dtype)
@@ -235,7 +217,7 @@ def test_nan_in_a_block_that_no_row_sees(dtype):
     assert all(map(torch.equal, clean, _run(attention, q, k, v, dout)))
 
 
-@inside
+@interpreted
 def test_bad_offsets_give_wrong_rows_and_no_access_outside():
     """What a GPU cannot check without a synchronisation, the kernels clamp to the tensors."""
     from onchip.kernels.triton import entry
@@ -249,8 +231,8 @@ def test_bad_offsets_give_wrong_rows_and_no_access_outside():
     entry.backward(problem, x, out.nan_to_num(), lse.nan_to_num(), torch.ones_like(out), None)
 
 
-@inside
-@pytest.mark.parametrize("tile", part_of([(16, 64), (64, 32), (128, 128), (32, 16)]))
+@interpreted
+@pytest.mark.parametrize("tile", [(16, 64), (64, 32), (128, 128), (32, 16)])
 def test_tiles_do_not_change_the_answer(monkeypatch, tile):
     from onchip.kernels.triton import launch
 
@@ -260,7 +242,7 @@ def test_tiles_do_not_change_the_answer(monkeypatch, tile):
     _judge((40, 70), GQA, FP32, options)
 
 
-@inside
+@interpreted
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": MOD}, {"sinks": True}])
 def test_rows_whose_scores_are_minus_infinity_see_nothing(options):
     """In tiles that nothing cuts as well as in others: q.k of finite numbers is below fp32."""
@@ -281,7 +263,7 @@ def test_rows_whose_scores_are_minus_infinity_see_nothing(options):
     assert all(g.isfinite().all() for g in grads) and grads[0][:, ::7].eq(0).all()
 
 
-@inside
+@interpreted
 @pytest.mark.parametrize(("seed", "count"), [(1, 4), pytest.param(2, 24, marks=pytest.mark.slow)])
 def test_random_problems(seed, count):
     counts = Counter()
