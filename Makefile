@@ -23,7 +23,7 @@ help:
 	@echo "make demo         set up $(VENV) and run 'onchip demo' (about a minute)"
 	@echo "make test         set up $(VENV) and run the tests of the package (under 8 minutes on 2 slow cores)"
 	@echo "make test-extras  run the tests of benchmarks, examples, papers and the lab"
-	@echo "make slow         run the tests marked slow"
+	@echo "make slow         run the tests marked slow, and the variants that make test leaves out"
 	@echo "make test-all     test, test-extras and slow in one run, as .ci/run does"
 	@echo "make programs     train and run programs of others on onchip: Trainer and TRL of Hugging Face, and more"
 	@echo "make triton36     interpret and cross-compile the GPU kernels with Triton 3.6, the oldest supported"
@@ -38,18 +38,18 @@ demo: $(VENV)/.run
 	@$(BIN)/onchip demo $(DEMO)
 
 test: $(VENV)/.test
-	@$(PYTEST) -m "not (slow or extras or programs or interpreted)" $(call durations,test) $(TEST) $(NONE)
-	@$(INTERPRET) -m "not (slow or extras)" $(call durations,test-interpreted) $(TEST) $(NONE)
+	@$(PYTEST) -m "not (slow or grid or extras or programs or interpreted)" $(call durations,test) $(TEST) $(NONE)
+	@$(INTERPRET) -m "not (slow or grid or extras)" $(call durations,test-interpreted) $(TEST) $(NONE)
 
 test-extras: $(VENV)/.test
-	@$(PYTEST) -m "extras and not (slow or interpreted)" $(call durations,extras) $(TEST) $(NONE)
-	@$(INTERPRET) -m "extras and not slow" $(call durations,extras-interpreted) $(TEST) $(NONE)
+	@$(PYTEST) -m "extras and not (slow or grid or interpreted)" $(call durations,extras) $(TEST) $(NONE)
+	@$(INTERPRET) -m "extras and not (slow or grid)" $(call durations,extras-interpreted) $(TEST) $(NONE)
 
 # ALL=1: every variant of the Hopper kernels, not every second one.
 REST := (slow and (alone$(if $(ALL),, or all)))
 slow: $(VENV)/.test
-	@$(PYTEST) -m "slow and not (interpreted or $(REST))" $(call durations,slow) $(TEST) $(NONE)
-	@$(INTERPRET) -m slow $(call durations,slow-interpreted) $(TEST) $(NONE)
+	@$(PYTEST) -m "(slow or grid) and not (interpreted or $(REST))" $(call durations,slow) $(TEST) $(NONE)
+	@$(INTERPRET) -m "slow or grid" $(call durations,slow-interpreted) $(TEST) $(NONE)
 	@$(ALONE)
 
 # Tests of speed, with nothing running beside them. Only their files are collected.

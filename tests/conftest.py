@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import bounds
+from tests import bounds, grids
 from tests.durations import Durations
 from tests.interpreted import INTERPRETED, has_interpreted_tests
 
@@ -65,6 +65,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="no device of compute capability 9.0 here"))
         if _is_interpreted(item) and not INTERPRETED:
             item.add_marker(pytest.mark.skip(reason="runs with TRITON_INTERPRET=1"))
+    grids.mark(items)
     if INTERPRETED:
         config.hook.pytest_deselected(items=[x for x in items if not _is_interpreted(x)])
         items[:] = filter(_is_interpreted, items)

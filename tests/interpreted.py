@@ -7,6 +7,7 @@ these only the marked tests.
 """
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,11 @@ interpreted_or_gpu = pytest.mark.interpreted if INTERPRETED else pytest.mark.gpu
 
 def has_interpreted_tests(path: Path) -> bool:
     return "tests.interpreted" in path.read_text(encoding="utf-8")
+
+
+def mark_slow_except(quick: tuple[int, ...], cases: Iterable) -> list:
+    """The cases as parameters of a test. `make test` runs those at the `quick` indices, because the
+    interpreter takes seconds for a case; the others are marked slow.
+    """
+    marks = lambda i: () if i in quick else (pytest.mark.slow,)
+    return [pytest.param(case, marks=marks(i)) for i, case in enumerate(cases)]

@@ -17,7 +17,7 @@ from onchip.iomodel.prefixes import Costs, Occupancy
 from onchip.kernels.configs import TritonConfig
 from onchip.problem import Problem
 from tests.eightbit import FORMS, eight, on_grid
-from tests.interpreted import DEVICE, INTERPRETED, interpreted_or_gpu
+from tests.interpreted import DEVICE, INTERPRETED, interpreted_or_gpu, mark_slow_except
 
 pytest.importorskip("triton")
 
@@ -93,24 +93,24 @@ MIXED = [
 ]
 
 
+QUICK = (0, 4, 5, 7, 8, 10, 12)  # cases of MIXED
+
+
 @interpreted_or_gpu
 @pytest.mark.parametrize("deterministic", (False, True))
-@pytest.mark.parametrize("case", MIXED)
+@pytest.mark.parametrize("case", mark_slow_except(QUICK, MIXED))
 def test_decode_verify_and_chunks_in_one_call(case, deterministic):
     *sizes, options = case
     judge(*sizes, {**options, "deterministic": deterministic})
 
 
-EIGHT = [(case, FORMS[i % 2]) for i, case in enumerate(MIXED)]
-QUICK = [EIGHT[i] for i in (0, 4, 5, 7, 8, 10, 12)]  # interpreted, a case takes seconds
-EIGHT = [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in EIGHT]
+EIGHT = [(*case, FORMS[i % 2]) for i, case in enumerate(MIXED)]
 
 
 @interpreted_or_gpu
-@pytest.mark.parametrize(("case", "form"), EIGHT)
-def test_pages_of_8_bits_keep_the_rule_of_the_queries(case, form):
-    *sizes, options = case
-    judge(*sizes, options, form)
+@pytest.mark.parametrize("case", mark_slow_except(QUICK[1::2], EIGHT))
+def test_pages_of_8_bits_keep_the_rule_of_the_queries(case):
+    judge(*case)
 
 
 @interpreted_or_gpu
@@ -126,14 +126,16 @@ PAIRS = [(g, PAGE_SIZES[(i + shift) % 5]) for i, g in enumerate(GROUPS) for shif
 
 
 @interpreted_or_gpu
-@pytest.mark.parametrize(("group_size", "page_size"), PAIRS)
-def test_groups_and_page_sizes(group_size, page_size):
+@pytest.mark.parametrize("pair", mark_slow_except((1, 4, 8), PAIRS))
+def test_groups_and_page_sizes(pair):
+    group_size, page_size = pair
     judge([1, 2], [150 * LONG, 37], page_size, heads(group_size, 2), BF16, {})
 
 
 @interpreted_or_gpu
-@pytest.mark.parametrize(("group_size", "page_size"), PAIRS[::2])
-def test_groups_and_page_sizes_of_8_bits(group_size, page_size):
+@pytest.mark.parametrize("pair", mark_slow_except((1, 4), PAIRS[::2]))
+def test_groups_and_page_sizes_of_8_bits(pair):
+    group_size, page_size = pair
     form = FORMS[(group_size + page_size) % 2]
     judge([1, 2], [90 * LONG, 37], page_size, heads(group_size), FP16, {"sinks": True}, form)
 
@@ -420,7 +422,9 @@ def states_of(own, parts):
 
 
 @interpreted_or_gpu
-@pytest.mark.parametrize("counts", [[], [1], [3], [8], [16], [37], [2, 3], [1, 1, 5]])
+@pytest.mark.parametrize(
+    "counts", mark_slow_except((0, 2, 7), [[], [1], [3], [8], [16], [37], [2, 3], [1, 1, 5]])
+)
 @pytest.mark.parametrize("tokens_first", [False, True])
 def test_stacks_of_states_merge_in_a_kernel_as_in_the_algebra(counts, tokens_first):
     from onchip.kernels.triton.merge import merge

@@ -1,0 +1,36 @@
+"""Which variants of a parametrised test `make test` runs.
+
+A test over a grid of parameters (kernel x dtype x options) has many variants that prove nearly the
+same. `make test` runs a few in which every value of every parameter occurs. The others are marked
+`grid`, and `make slow` and .ci/run run them. A test with one list of cases keeps all of them.
+"""
+
+from collections import defaultdict
+
+import pytest
+
+
+def mark(items: list[pytest.Item]) -> None:
+    """Mark the variants that `make test` leaves out. Tests of GPUs keep all variants."""
+    variants = defaultdict(list)
+    for item in items:
+        on_gpu = item.get_closest_marker("gpu") or item.get_closest_marker("hopper")
+        if hasattr(item, "callspec") and not on_gpu and not item.get_closest_marker("slow"):
+            variants[item.nodeid.partition("[")[0]].append(item)
+    for group in variants.values():
+        kept = set(cover([set(item.callspec.indices.items()) for item in group]))
+        for i, item in enumerate(group):
+            if i not in kept:
+                item.add_marker("grid")
+
+
+def cover(variants: list[set]) -> list[int]:
+    """The indices of a few sets whose union is that of all: the first set, then always the earliest
+    with the most new elements.
+    """
+    missing, chosen = set().union(*variants), []
+    while missing:
+        best = max(range(len(variants)), key=lambda i: len(variants[i] & missing))
+        chosen.append(best)
+        missing -= variants[best]
+    return chosen
