@@ -9,6 +9,8 @@ INSTALL := $(PIP) install --quiet --no-build-isolation -c $(VENV)/constraints.tx
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # Triton's interpreter runs the tests marked `interpreted`: it cannot share a process with Triton's compiler.
 INTERPRET := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PYTEST)
+# Hypothesis draws a fifth of the examples, and all of them in `make test-all`.
+QUICK := --hypothesis-profile quick
 # DURATIONS=folder: each run of pytest writes there how long its tests took.
 durations = $(if $(DURATIONS),--durations-file $(DURATIONS)/$(1).json)
 # Exit status 5: TEST selects no test of this run, but may select some of the next.
@@ -38,12 +40,12 @@ demo: $(VENV)/.run
 	@$(BIN)/onchip demo $(DEMO)
 
 test: $(VENV)/.test
-	@$(PYTEST) -m "not (slow or grid or extras or programs or interpreted)" $(call durations,test) $(TEST) $(NONE)
-	@$(INTERPRET) -m "not (slow or grid or extras)" $(call durations,test-interpreted) $(TEST) $(NONE)
+	@$(PYTEST) -m "not (slow or grid or extras or programs or interpreted)" $(QUICK) $(call durations,test) $(TEST) $(NONE)
+	@$(INTERPRET) -m "not (slow or grid or extras)" $(QUICK) $(call durations,test-interpreted) $(TEST) $(NONE)
 
 test-extras: $(VENV)/.test
-	@$(PYTEST) -m "extras and not (slow or grid or interpreted)" $(call durations,extras) $(TEST) $(NONE)
-	@$(INTERPRET) -m "extras and not (slow or grid)" $(call durations,extras-interpreted) $(TEST) $(NONE)
+	@$(PYTEST) -m "extras and not (slow or grid or interpreted)" $(QUICK) $(call durations,extras) $(TEST) $(NONE)
+	@$(INTERPRET) -m "extras and not (slow or grid)" $(QUICK) $(call durations,extras-interpreted) $(TEST) $(NONE)
 
 # ALL=1: every variant of the Hopper kernels, not every second one.
 REST := (slow and (alone$(if $(ALL),, or all)))

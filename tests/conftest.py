@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
 from tests import bounds, grids
 from tests.durations import Durations
@@ -20,6 +20,7 @@ TESTS = Path(__file__).parent
 EXTRAS = ("bench", "examples", "kernels/papers", "lab")
 
 settings.register_profile("onchip", deadline=None, derandomize=True)
+settings.register_profile("quick", settings.get_profile("onchip"))  # _draw_fewer_examples
 settings.load_profile("onchip")
 
 
@@ -66,9 +67,19 @@ def pytest_collection_modifyitems(config, items):
         if _is_interpreted(item) and not INTERPRETED:
             item.add_marker(pytest.mark.skip(reason="runs with TRITON_INTERPRET=1"))
     grids.mark(items)
+    if config.getoption("--hypothesis-profile") == "quick":
+        _draw_fewer_examples({getattr(item.obj, "__func__", item.obj) for item in items})
     if INTERPRETED:
         config.hook.pytest_deselected(items=[x for x in items if not _is_interpreted(x)])
         items[:] = filter(_is_interpreted, items)
+
+
+def _draw_fewer_examples(tests):
+    """A fifth of the examples. A profile cannot do this: `max_examples` of a test overrides it."""
+    for test in filter(is_hypothesis_test, tests):
+        full = test._hypothesis_internal_use_settings
+        fewer = settings(full, max_examples=max(5, full.max_examples // 5))
+        test._hypothesis_internal_use_settings = fewer
 
 
 def _is_interpreted(item):

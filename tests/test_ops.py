@@ -120,11 +120,18 @@ class TestMemory:
     to 17 MB.
     """
 
-    @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (255, 0)}])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            pytest.param({}, marks=pytest.mark.slow),
+            pytest.param({"causal": True}, marks=pytest.mark.slow),
+            {"window_size": (255, 0)},
+        ],
+    )
     def test_forward(self, options):
         assert peak_megabytes(16384, False, **options) < 48
 
-    @pytest.mark.parametrize("kernel", ["aten_cpu", "tiled"])
+    @pytest.mark.parametrize("kernel", ["aten_cpu", pytest.param("tiled", marks=pytest.mark.slow)])
     def test_backward(self, kernel):
         assert peak_megabytes(16384, True, kernel, window_size=(255, 0)) < 96
 

@@ -45,6 +45,7 @@ def test_the_page_of_families_is_what_models_say():
     assert published == table.page(), "run python tests/adapters/table.py"
 
 
+@pytest.mark.slow
 def test_names_are_replaced_and_a_test_without_our_attention_does_not_pass(tmp_path):
     """Over a checkout of three tests: of our attention, of SDPA's in spite of us, and of none."""
     folder = tmp_path / "tests" / "models" / "llama"

@@ -300,6 +300,7 @@ RANK = """
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one(folder, tmp_path):
     """Under torchrun's variables: the same draws, beams and preemptions on both."""
     code, results = textwrap.dedent(RANK), [tmp_path / name for name in ("a", "b", "alone")]

@@ -68,6 +68,7 @@ def test_tensors_are_masks_of_calls_that_are_compiled():
         torch.testing.assert_close(compiled(*x, mask), attend(*x, mask), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_mask_computed_from_another_in_its_memory_is_another():
     def attend(q, k, v, mask, first):
         kept = library.built_once(mask, k.shape[1])

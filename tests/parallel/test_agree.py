@@ -122,6 +122,7 @@ def mix_nest(comm):
     return [*heard, (str(caught.value), caught.value.rank)]
 
 
+@pytest.mark.slow
 def test_every_rank_of_two_dimensions_hears_it(pool):
     """Also those in neither the row nor the column of the stray."""
     sentences = (
@@ -227,6 +228,7 @@ def defers(comm):
     return str(caught.value), caught.value.rank
 
 
+@pytest.mark.slow
 def test_a_comparison_that_is_deferred_raises_in_the_next_call():
     pool = Pool(3)
     sentence = "the ranks do not agree: causal is false on ranks 0, 2, true on rank 1"

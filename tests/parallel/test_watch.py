@@ -95,6 +95,7 @@ def check(heard, victim, says):
         assert seconds <= TIMEOUT_S, message
 
 
+@pytest.mark.slow
 def test_every_other_rank_names_the_lost_one():
     jobs = [("dies", "shift"), ("stalls", "shift"), ("stops", "gather")]
     with ThreadPoolExecutor() as side_by_side:  # they do little but wait
@@ -135,7 +136,7 @@ def dies_in_a_round(comm, pass_):
     return str(caught.value), caught.value.rank
 
 
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("pass_", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 def test_a_rank_that_dies_in_a_step_is_named(pass_):
     pool = Pool(4)
     heard = pool.run(4, dies_in_a_round, pass_, timeout_s=TIMEOUT_S, lost=[2])

@@ -484,6 +484,7 @@ def test_strips_are_for_rows_that_have_much_in_common(launches, rule, consumers)
     assert kwargs["CONSUMERS"] == consumers
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("variant", variants(MERGE))
 def test_merging_stays_in_registers(launches, tmp_path, variant):
     from onchip.kernels.hopper.launch import forward_into
@@ -580,12 +581,14 @@ def test_backward_stays_in_registers(launches, tmp_path, variant):
     _check_backward(problem, x, launches, tmp_path, variant)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("variant", variants(WIDE_GRADS))
 def test_unrounded_gradients_stay_in_registers(launches, tmp_path, variant):
     problem, x = _pose(variant)
     _check_backward(problem._replace(wide_grads=True), x, launches, tmp_path, variant)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("variant", variants(ADDING))
 def test_adding_gradients_stays_in_registers(launches, tmp_path, variant):
     """Into tokens of longer sums, dk and dv by reductions of TMA alone."""
