@@ -18,10 +18,20 @@ def mark(items: list[pytest.Item]) -> None:
         if hasattr(item, "callspec") and not on_gpu and not item.get_closest_marker("slow"):
             variants[item.nodeid.partition("[")[0]].append(item)
     for group in variants.values():
-        kept = set(cover([set(item.callspec.indices.items()) for item in group]))
+        kept = set(cover([values(item) for item in group]))
         for i, item in enumerate(group):
             if i not in kept:
                 item.add_marker("grid")
+
+
+def values(item: pytest.Item) -> set[tuple]:
+    """The values of a variant. Names of one `parametrize` are one parameter: its list of cases."""
+    params = dict(item.callspec.params)
+    marks = item.iter_markers("parametrize")
+    names = [mark.args[0] if mark.args else mark.kwargs["argnames"] for mark in marks]
+    names = [name.replace(" ", "").split(",") if isinstance(name, str) else name for name in names]
+    names += [[name] for name in params.keys() - set().union(*names)]
+    return {(*key, *(id(params[name]) for name in key)) for key in names}
 
 
 def cover(variants: list[set]) -> list[int]:

@@ -213,6 +213,7 @@ def test_fixed_splits_make_a_sequence_independent_of_its_batch():
         assert torch.equal(together[rows], alone)
 
 
+@pytest.mark.slow
 @interpreted_or_gpu
 def test_fixed_splits_give_the_same_bits_for_every_page_size():
     packed = ot.make_packed([1, 3], [150 * LONG, 45], dtype=BF16, device=DEVICE, **GQA)
@@ -268,6 +269,7 @@ def test_a_window_does_not_read_the_pages_it_has_left_behind():
     assert torch.equal(left, expected)
 
 
+@pytest.mark.slow
 @interpreted_or_gpu
 def test_bad_values_give_wrong_rows_and_no_access_outside():
     """What a GPU cannot check without a synchronisation, the kernel clamps to the tensors."""
