@@ -19,7 +19,7 @@ NONE := || [ $$? = 5 ]
 # The oldest Triton that is supported, in a folder of its own that comes before the environment: no second torch.
 OLDEST := $(VENV)/triton36
 
-.PHONY: help demo test test-extras test-all slow ci-setup programs triton36 upstream ring lint format lock clean
+.PHONY: help demo test test-extras test-all slow ci-setup programs triton36 upstream ring lint style types format lock clean
 
 help:
 	@echo "make demo         set up $(VENV) and run 'onchip demo' (about a minute)"
@@ -31,7 +31,7 @@ help:
 	@echo "make triton36     interpret and cross-compile the GPU kernels with Triton 3.6, the oldest supported"
 	@echo "make upstream     run transformers' own tests of attention with ours: TRANSFORMERS=a clone of its repository"
 	@echo "make ring         run ring-flash-attention's own scripts with ours: RING=a clone of its repository"
-	@echo "make lint         ruff (lint, format) and basedpyright"
+	@echo "make lint         ruff (make style) and basedpyright (make types)"
 	@echo "make format       let ruff rewrite the files"
 	@echo "make lock         write constraints-hashed.txt from constraints.txt and the hashes of the package index"
 	@echo "make clean        remove $(VENV) and what tools left behind"
@@ -85,9 +85,13 @@ upstream: $(VENV)/.upstream
 ring: $(VENV)/.test
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/programs/ring_flash_attention.py "$(RING)" $(TEST)
 
-lint: $(VENV)/.dev
+lint: style types
+
+style: $(VENV)/.dev
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet --diff .
+
+types: $(VENV)/.dev
 	@$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 
 format: $(VENV)/.dev

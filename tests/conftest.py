@@ -72,6 +72,8 @@ def pytest_collection_modifyitems(config, items):
     if INTERPRETED:
         config.hook.pytest_deselected(items=[x for x in items if not _is_interpreted(x)])
         items[:] = filter(_is_interpreted, items)
+    if hasattr(config, "workerinput"):  # minutes first, or one worker is left alone with them
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def _draw_fewer_examples(tests):
