@@ -27,6 +27,7 @@ def stats(ask, url):
     return ask(url, "/stats")[1]["requests"]
 
 
+@pytest.mark.slow
 def test_killed_clients_and_a_drain_under_load(process, ask, until):
     """A client that is killed frees its pages. After SIGTERM every request is answered: done, or
     refused with a sentence; none hangs, none is cut off in silence.

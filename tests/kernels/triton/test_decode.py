@@ -93,7 +93,7 @@ MIXED = [
 ]
 
 
-QUICK = (0, 4, 5, 7, 8, 10, 12)  # cases of MIXED
+QUICK = (4, 5, 8, 10)  # cases of MIXED
 
 
 @interpreted_or_gpu
@@ -108,7 +108,7 @@ EIGHT = [(*case, FORMS[i % 2]) for i, case in enumerate(MIXED)]
 
 
 @interpreted_or_gpu
-@pytest.mark.parametrize("case", mark_slow_except(QUICK[1::2], EIGHT))
+@pytest.mark.parametrize("case", mark_slow_except((4, 5), EIGHT))
 def test_pages_of_8_bits_keep_the_rule_of_the_queries(case):
     judge(*case)
 
@@ -126,14 +126,14 @@ PAIRS = [(g, PAGE_SIZES[(i + shift) % 5]) for i, g in enumerate(GROUPS) for shif
 
 
 @interpreted_or_gpu
-@pytest.mark.parametrize("pair", mark_slow_except((1, 4, 8), PAIRS))
+@pytest.mark.parametrize("pair", mark_slow_except((1, 8), PAIRS))
 def test_groups_and_page_sizes(pair):
     group_size, page_size = pair
     judge([1, 2], [150 * LONG, 37], page_size, heads(group_size, 2), BF16, {})
 
 
 @interpreted_or_gpu
-@pytest.mark.parametrize("pair", mark_slow_except((1, 4), PAIRS[::2]))
+@pytest.mark.parametrize("pair", mark_slow_except((1,), PAIRS[::2]))
 def test_groups_and_page_sizes_of_8_bits(pair):
     group_size, page_size = pair
     form = FORMS[(group_size + page_size) % 2]

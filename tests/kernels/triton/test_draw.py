@@ -89,6 +89,7 @@ def test_the_tokens_and_logprobs_of_the_sampler(sample, dtype):
     assert torch.equal(ours.rank, theirs.rank) and ours.top_tokens.shape == (count, 0)
 
 
+@pytest.mark.slow
 @interpreted_or_gpu
 def test_a_batch_of_one_kind(sample):
     """All greedy, all random, all random with a cut: what is absent costs no launch."""
@@ -106,6 +107,7 @@ def test_ranks_and_top_tokens_are_reported(sample):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @interpreted_or_gpu
 def test_a_row_draws_the_same_whatever_the_batch(sample):
     """The same bits of its log probability, too."""

@@ -107,7 +107,7 @@ DENSE = [
 
 
 @interpreted
-@pytest.mark.parametrize("case", mark_slow_except((3, 4, 5, 7, 14, 16, 19, 22, 27), DENSE))
+@pytest.mark.parametrize("case", mark_slow_except((3, 5, 7, 14, 19, 27), DENSE))
 def test_dense(case):
     _judge(*case)
 
@@ -157,6 +157,7 @@ def test_few_queries_split_over_programs(monkeypatch, case, deterministic):
     ot.assert_accurate(attention, *packed[:3], **options)
 
 
+@pytest.mark.slow
 @interpreted
 def test_fixed_splits_make_a_sequence_independent_of_its_batch():
     q, k, v = ot.make_qkv(3, 1, 700, num_heads=2, num_kv_heads=1, dtype=BF16)
@@ -191,7 +192,7 @@ def _run(attention, q, k, v, dout: Tensor) -> list[Tensor]:
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", mark_slow_except((0,), (BF16, FP32)))
+@pytest.mark.parametrize("dtype", mark_slow_except((1,), (BF16, FP32)))
 def test_nan_in_a_neighbouring_sequence(dtype):
     packed = ot.make_packed([33, 20, 47], [40, 21, 47], dtype=dtype, head_dim=16)
     options = packed.options | {"causal": True, "return_lse": True, "kernel": "triton"}
