@@ -89,19 +89,19 @@ def _is_interpreted(item):
 
 
 class LateMover:
-    """Copies that happen as late as a stream may delay them: at `run`, or when somebody waits."""
+    """Delays copies as long as a stream may: until `run`, or until a `wait` for them."""
 
-    def __init__(self, plain):
-        self.plain = plain
+    def __init__(self, mover):
+        self.mover = mover
         self.queue = []
 
     def move_out(self, pages, chunks):
-        return self._later(self.plain.move_out, list(pages), list(chunks))
+        return self._delay(self.mover.move_out, list(pages), list(chunks))
 
     def move_in(self, pages, chunks):
-        return self._later(self.plain.move_in, list(pages), list(chunks))
+        return self._delay(self.mover.move_in, list(pages), list(chunks))
 
-    def _later(self, *copy):
+    def _delay(self, *copy):
         self.queue.append(LateTransfer(self, copy))
         return self.queue[-1]
 
@@ -130,7 +130,7 @@ class LateTransfer:
 
 @pytest.fixture
 def late():
-    """late(tier): its copies happen at the last moment from now on."""
+    """late(tier) delays all later copies of a host tier to the last moment."""
 
     def delay(tier):
         tier._mover = LateMover(tier._mover)
@@ -140,17 +140,17 @@ def late():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """(kernel, positional arguments, keyword arguments) of every launch of Triton, none of which
-    happens; the card has 132 processors.
+    """(kernel, positional arguments, keyword arguments) of every launch of a Triton kernel. The
+    launches are recorded and not run. The GPU that the host code sees has 132 SMs.
 
     Tests that compile these launches share Triton's cache with other runs. Its key covers the
     source, the options and the version of Triton, so that only changed kernels compile again.
     """
     from triton.runtime.jit import JITFunction
 
-    card = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    found = []
-    run = lambda self, *args, grid, warmup, **kwargs: found.append((self, args, kwargs))
+    gpu = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    recorded = []
+    run = lambda self, *args, grid, warmup, **kwargs: recorded.append((self, args, kwargs))
     monkeypatch.setattr(JITFunction, "run", run)
-    return found
+    return recorded
