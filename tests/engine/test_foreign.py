@@ -40,7 +40,7 @@ def expected(kind, count=14):
     return [foreigners.greedy(foreigners.model(kind), prompt, count) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("kind", foreigners.SERVED)
+@pytest.mark.parametrize("kind", foreigners.mark_most_slow(foreigners.SERVED))
 def test_greedy_tokens_are_those_of_transformers(kind, saved):
     """Prompts of 1 to 31 tokens in chunks of at most 9, pages of 4 slots, prefixes shared."""
     theirs = expected(kind)
