@@ -35,8 +35,8 @@ def values(item: pytest.Item) -> set[tuple]:
 
 
 def cover(variants: list[set]) -> list[int]:
-    """The indices of a few sets whose union is that of all: the first set, then always the earliest
-    with the most new elements.
+    """The indices of a few sets that together have every element: the first set, then always the
+    earliest with the most new elements.
     """
     missing, chosen = set().union(*variants), []
     while missing:

@@ -23,8 +23,8 @@ def has_interpreted_tests(path: Path) -> bool:
 
 
 def mark_slow_except(quick: tuple[int, ...], cases: Iterable) -> list:
-    """The cases as parameters of a test. `make test` runs those at the `quick` indices, because the
-    interpreter takes seconds for a case; the others are marked slow.
+    """The cases as parameters of a test. Cases that are not at the `quick` indices are marked slow,
+    because the interpreter takes seconds for each.
     """
     marks = lambda i: () if i in quick else (pytest.mark.slow,)
     return [pytest.param(case, marks=marks(i)) for i, case in enumerate(cases)]
