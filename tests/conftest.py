@@ -15,7 +15,7 @@ from tests.durations import Durations
 from tests.interpreted import INTERPRETED, has_interpreted_tests
 
 TESTS = Path(__file__).parent
-# All tests in these folders are marked `extras`: `make test-extras` runs them, `make test` does not.
+# Tests in these folders are marked `extras`: `make test-extras` runs them, `make test` does not.
 EXTRAS = ("bench", "examples", "kernels/papers", "lab")
 
 settings.register_profile("onchip", deadline=None, derandomize=True)
