@@ -551,6 +551,7 @@ def test_few_queries_stay_in_registers(launches, tmp_path, variant):
     _holds(machine, footprint.hopper_decode(width, problem.page_size, eight), halves)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("form", [None, FORMS[0]])
 @pytest.mark.parametrize("batch", [256, pytest.param(2048, marks=pytest.mark.slow)])
 def test_warps_that_count_many_sequences_agree_before_a_producer_starts(
