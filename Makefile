@@ -7,7 +7,9 @@ INSTALL := $(PIP) install --quiet --no-build-isolation -c $(VENV)/constraints.tx
 # One thread per worker: on few cores, two tests at a time are faster than two threads in one test.
 # worksteal: each worker runs its half of the files in order, so that tests of a file share fixtures; a worker that is
 # done takes tests from the other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Bytecode is written even if the environment forbids it: otherwise every worker rewrites the assertions of all tests,
+# and every process that a test starts compiles onchip again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # Runs the tests marked `interpreted`. Triton's interpreter and its compiler cannot share a process.
 INTERPRET := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PYTEST)
 # Hypothesis draws a fifth of the examples, and all of them in `make test-all`.
