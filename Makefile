@@ -1,51 +1,86 @@
-# Two commands from a fresh clone: `make demo` and `make test`. They need Python 3.11+, pip and make, no compiler.
+# From a fresh clone: `make demo` and `make test`. They need Python 3.11 or later, pip and make; no compiler.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python
 INSTALL := $(PIP) install --quiet --no-build-isolation -c $(VENV)/constraints.txt
-# One thread per worker: on few cores the tests gain more from running side by side than from threads inside each.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+# One thread per worker: on few cores, two tests at a time are faster than two threads in one test.
+# worksteal: each worker runs its half of the files in order, so that tests of a file share fixtures; a worker that is
+# done takes tests from the other.
+# Bytecode is written even if the environment forbids it: otherwise every worker rewrites the assertions of all tests,
+# and every process that a test starts compiles onchip again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Runs the tests marked `interpreted`. Triton's interpreter and its compiler cannot share a process.
+INTERPRET := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PYTEST)
+# Hypothesis draws a fifth of the examples, and all of them in `make test-all`.
+QUICK := --hypothesis-profile quick
+# With DURATIONS=folder, each run of pytest writes the durations of its tests to a file in that folder.
+durations = $(if $(DURATIONS),--durations-file $(DURATIONS)/$(1).json)
+# Exit status 5: TEST selects no test of this run. It may select tests of the next run.
+NONE := || [ $$? = 5 ]
 
-# The oldest Triton that is supported, in a folder of its own that comes before the environment: no second torch.
+# The oldest supported Triton, in a folder that precedes the environment on the path: no second torch is needed.
 OLDEST := $(VENV)/triton36
 
-.PHONY: help demo test slow programs triton36 upstream ring lint format lock clean
+.PHONY: help demo test test-extras test-all slow ci-setup programs triton36 upstream ring lint style types format lock clean
 
 help:
-	@echo "make demo      set up $(VENV) and run 'onchip demo' (about a minute)"
-	@echo "make test      set up $(VENV) and run the tests"
-	@echo "make slow      run the tests marked slow"
-	@echo "make programs  train and run programs of others on onchip: Trainer and TRL of Hugging Face, and more"
-	@echo "make triton36  interpret and cross-compile the GPU kernels with Triton 3.6, the oldest supported"
-	@echo "make upstream  run transformers' own tests of attention with ours: TRANSFORMERS=a clone of its repository"
-	@echo "make ring      run ring-flash-attention's own scripts with ours: RING=a clone of its repository"
-	@echo "make lint      ruff (lint, format) and basedpyright"
-	@echo "make format    let ruff rewrite the files"
-	@echo "make lock      write constraints-hashed.txt from constraints.txt and the hashes of the package index"
-	@echo "make clean     remove $(VENV) and what tools left behind"
+	@echo "make demo         set up $(VENV) and run 'onchip demo' (about a minute)"
+	@echo "make test         set up $(VENV) and run the tests of the package (under 8 minutes on 2 slow cores)"
+	@echo "make test-extras  run the tests of benchmarks, examples, papers and the lab"
+	@echo "make slow         run the tests marked slow, and the variants that make test leaves out"
+	@echo "make test-all     test, test-extras and slow in one run, as .ci/run does"
+	@echo "make programs     train and run programs of other projects with onchip: Trainer and TRL of Hugging Face"
+	@echo "make triton36     interpret and cross-compile the GPU kernels with Triton 3.6, the oldest supported"
+	@echo "make upstream     run transformers' own tests of attention with onchip: TRANSFORMERS=a clone of its repository"
+	@echo "make ring         run ring-flash-attention's own scripts with onchip: RING=a clone of its repository"
+	@echo "make lint         ruff (make style) and basedpyright (make types)"
+	@echo "make format       rewrite the files with ruff"
+	@echo "make lock         write constraints-hashed.txt from constraints.txt and the hashes of the package index"
+	@echo "make clean        remove $(VENV) and the caches of tools"
 
 demo: $(VENV)/.run
 	@$(BIN)/onchip demo $(DEMO)
 
 test: $(VENV)/.test
-	@$(PYTEST) -m "not slow and not programs" $(TEST)
+	@$(PYTEST) -m "not (slow or grid or extras or programs or interpreted)" $(QUICK) $(call durations,test) $(TEST) $(NONE)
+	@$(INTERPRET) -m "not (slow or grid or extras)" $(QUICK) $(call durations,test-interpreted) $(TEST) $(NONE)
 
-# ALL=1: every variant of the Hopper kernels, not every second one. 5: nothing of TEST is of that kind.
+test-extras: $(VENV)/.test
+	@$(PYTEST) -m "extras and not (slow or grid or interpreted)" $(QUICK) $(call durations,extras) $(TEST) $(NONE)
+	@$(INTERPRET) -m "extras and not (slow or grid)" $(QUICK) $(call durations,extras-interpreted) $(TEST) $(NONE)
+
+# ALL=1 compiles every variant of the Hopper kernels instead of every second one.
+REST := (slow and (alone$(if $(ALL),, or all)))
 slow: $(VENV)/.test
-	@$(PYTEST) -m "slow and not alone $(if $(ALL),,and not all)" $(TEST) || [ $$? = 5 ]
-	@$(PYTEST) -n 0 -m "slow and alone" $(TEST) || [ $$? = 5 ]
+	@$(PYTEST) -m "(slow or grid) and not (interpreted or $(REST))" $(call durations,slow) $(TEST) $(NONE)
+	@$(INTERPRET) -m "slow or grid" $(call durations,slow-interpreted) $(TEST) $(NONE)
+	@$(ALONE)
 
-# Starts processes of its own, which share the cores with nothing else.
+# Measurements, with nothing running beside them. pytest collects only the files that have some.
+ALONE = $(PYTEST) -n 0 -m "slow and alone" $(call durations,slow-alone) \
+	$(or $(TEST),$$(grep -rl --include="test_*.py" "mark\.alone" tests)) $(NONE)
+
+# The tests of `test`, `test-extras` and `slow`, collected once instead of three times.
+test-all: $(VENV)/.test
+	@$(PYTEST) -m "not (programs or interpreted or $(REST))" $(call durations,all) $(TEST) $(NONE)
+	@$(INTERPRET) $(call durations,all-interpreted) $(TEST) $(NONE)
+	@$(ALONE)
+
+# One test at a time: some start two processes.
 programs: $(VENV)/.programs
-	@$(PYTEST) -n 0 -m programs tests/programs $(TEST)
+	@$(PYTEST) -n 0 -m programs tests/programs $(call durations,programs) $(TEST)
 
-# Attention interpreted, portable kernels compiled, Hopper kernels in the variants of `make test`. ALL=1: all kernels
-# interpreted, all variants compiled (13 minutes more).
-PORTABLE := tests/kernels/triton$(if $(ALL),,/test_compile.py tests/kernels/triton/test_interpreted.py)
+# Compiles the portable kernels and the Hopper kernels that are not marked slow, and interprets attention. ALL=1 compiles
+# all variants and interprets all kernels (13 minutes more).
+PORTABLE := tests/kernels/triton
 triton36: $(OLDEST)/.done
-	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper" $(PORTABLE) tests/kernels/runtime/test_launcher_triton.py $(TEST) || [ $$? = 5 ]
-	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper $(if $(ALL),,and not slow)" tests/kernels/hopper $(TEST) || [ $$? = 5 ]
+	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not (gpu or hopper or interpreted)" $(PORTABLE)$(if $(ALL),,/test_compile.py) \
+		tests/kernels/runtime/test_launcher_triton.py $(call durations,triton36) $(TEST) $(NONE)
+	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not (gpu or hopper $(if $(ALL),,or slow))" tests/kernels/hopper \
+		$(call durations,triton36-hopper) $(TEST) $(NONE)
+	@PYTHONPATH=$(OLDEST) $(INTERPRET) $(PORTABLE)$(if $(ALL),,/test_interpreted.py) \
+		$(call durations,triton36-interpreted) $(TEST) $(NONE)
 
 upstream: $(VENV)/.upstream
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/integrations/upstream.py "$(TRANSFORMERS)" $(TEST)
@@ -53,9 +88,13 @@ upstream: $(VENV)/.upstream
 ring: $(VENV)/.test
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/programs/ring_flash_attention.py "$(RING)" $(TEST)
 
-lint: $(VENV)/.dev
+lint: style types
+
+style: $(VENV)/.dev
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet --diff .
+
+types: $(VENV)/.dev
 	@$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 
 format: $(VENV)/.dev
@@ -69,9 +108,9 @@ clean:
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis onchip-demo.html
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# If $(PYTHON) has a torch that fits (2.11 or later), the environment sees what $(PYTHON) sees, and the pins hold for
-# what is missing there only. Otherwise it is closed and every package is pinned. pip runs from outside, so that a
-# Python without ensurepip will do.
+# If $(PYTHON) has torch 2.11 or later, the environment includes the packages of $(PYTHON), and only missing packages
+# are installed and pinned. Otherwise the environment is isolated and every package is pinned. pip runs from outside
+# the environment, so that a Python without ensurepip works.
 define FITS
 from importlib.metadata import version
 assert tuple(int(x) for x in version("torch").split(".")[:2]) >= (2, 11)
@@ -106,17 +145,22 @@ $(VENV)/.test: $(VENV)/.run
 	@$(INSTALL) -e ".[test]" && touch $@
 
 $(OLDEST)/.done: $(VENV)/.test constraints-triton36.txt
-	@echo "Installing Triton 3.6 beside it ..."
+	@echo "Installing Triton 3.6 ..."
 	@rm -rf $(OLDEST) && $(PIP) install --quiet --no-deps --target $(OLDEST) -r constraints-triton36.txt && touch $@
 
 $(VENV)/.upstream: $(VENV)/.test
-	@echo "Installing what transformers' tests import ..."
+	@echo "Installing the packages that transformers' tests import ..."
 	@$(INSTALL) -e ".[upstream]" && touch $@
 
 $(VENV)/.programs: $(VENV)/.test
-	@echo "Installing programs of others ..."
+	@echo "Installing programs of other projects ..."
 	@$(INSTALL) -e ".[programs]" && touch $@
 
 $(VENV)/.dev: $(VENV)/.test
 	@echo "Installing the linters ..."
 	@$(INSTALL) -e ".[dev]" && touch $@
+
+# The packages that .ci/run needs, in one installation instead of three.
+ci-setup: $(VENV)/.run
+	@echo "Installing the test tools, programs of other projects and the linters ..."
+	@$(INSTALL) -e ".[programs,dev]" && touch $(VENV)/.test $(VENV)/.programs $(VENV)/.dev

@@ -1,17 +1,25 @@
-"""Shared by all tests: reproducible draws, missing devices skip their tests, stand-ins for streams
-and for launches.
+"""Shared by all tests: which tests a run selects, reproducible random numbers, durations, and
+stand-ins for streams and for kernel launches.
 """
 
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
-from tests import bounds
-from tests.interpreted import INTERPRETED
+from tests import bounds, grids
+from tests.durations import Durations
+from tests.interpreted import INTERPRETED, has_interpreted_tests
+
+TESTS = Path(__file__).parent
+# Tests in these folders are marked `extras`: `make test-extras` runs them, `make test` does not.
+EXTRAS = ("benchmarks", "examples", "lab")
 
 settings.register_profile("onchip", deadline=None, derandomize=True)
+settings.register_profile("quick", settings.get_profile("onchip"))  # _draw_fewer_examples
 settings.load_profile("onchip")
 
 
@@ -20,36 +28,79 @@ def _seeded():
     torch.manual_seed(0)
 
 
-def pytest_configure():
+def pytest_addoption(parser):
+    help = "write the seconds of every test file, and of tests over 1 s, as JSON"
+    parser.addoption("--durations-file", metavar="PATH", help=help)
+
+
+def pytest_configure(config):
+    missing = [folder for folder in EXTRAS if not (TESTS / folder).is_dir()]
+    if missing:
+        raise pytest.UsageError(f"no such folder, but in EXTRAS of tests/conftest.py: {missing}")
+    if INTERPRETED and find_spec("triton") is None:
+        pytest.exit("Triton is not installed: no test is interpreted", 0)
     if INTERPRETED:
         bounds.install()
+    config.pluginmanager.register(Durations(config))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_ignore_collect(collection_path):
+    is_test = collection_path.match("test_*.py")
+    if INTERPRETED and is_test and not has_interpreted_tests(collection_path):
+        return True
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
+def pytest_collection_modifyitems(config, items):
     gpu = torch.cuda.is_available()
     hopper = gpu and torch.cuda.get_device_capability() == (9, 0)
     for item in items:
+        if any(item.path.is_relative_to(TESTS / folder) for folder in EXTRAS):
+            item.add_marker("extras")
         # by marker, not by keyword: folders are keywords too, and one is called hopper
         if item.get_closest_marker("gpu") and not gpu:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
         if item.get_closest_marker("hopper") and not hopper:
             item.add_marker(pytest.mark.skip(reason="no device of compute capability 9.0 here"))
+        if _is_interpreted(item) and not INTERPRETED:
+            item.add_marker(pytest.mark.skip(reason="runs with TRITON_INTERPRET=1"))
+    grids.mark(items)
+    if config.getoption("--hypothesis-profile") == "quick":
+        _draw_fewer_examples({getattr(item.obj, "__func__", item.obj) for item in items})
+    if INTERPRETED:
+        config.hook.pytest_deselected(items=[x for x in items if not _is_interpreted(x)])
+        items[:] = filter(_is_interpreted, items)
+    if hasattr(config, "workerinput"):  # minutes first, or one worker is left alone with them
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def _draw_fewer_examples(tests):
+    """A fifth of the examples. A profile cannot do this: `max_examples` of a test overrides it."""
+    for test in filter(is_hypothesis_test, tests):
+        full = test._hypothesis_internal_use_settings
+        fewer = settings(full, max_examples=max(5, full.max_examples // 5))
+        test._hypothesis_internal_use_settings = fewer
+
+
+def _is_interpreted(item):
+    return item.get_closest_marker("interpreted") is not None
 
 
 class LateMover:
-    """Copies that happen as late as a stream may delay them: at `run`, or when somebody waits."""
+    """Delays copies as long as a stream may: until `run`, or until a `wait` for them."""
 
-    def __init__(self, plain):
-        self.plain = plain
+    def __init__(self, mover):
+        self.mover = mover
         self.queue = []
 
     def move_out(self, pages, chunks):
-        return self._later(self.plain.move_out, list(pages), list(chunks))
+        return self._delay(self.mover.move_out, list(pages), list(chunks))
 
     def move_in(self, pages, chunks):
-        return self._later(self.plain.move_in, list(pages), list(chunks))
+        return self._delay(self.mover.move_in, list(pages), list(chunks))
 
-    def _later(self, *copy):
+    def _delay(self, *copy):
         self.queue.append(LateTransfer(self, copy))
         return self.queue[-1]
 
@@ -78,7 +129,7 @@ class LateTransfer:
 
 @pytest.fixture
 def late():
-    """late(tier): its copies happen at the last moment from now on."""
+    """late(tier) delays all later copies of a host tier to the last moment."""
 
     def delay(tier):
         tier._mover = LateMover(tier._mover)
@@ -87,16 +138,18 @@ def late():
 
 
 @pytest.fixture
-def launches(monkeypatch, tmp_path):
-    """(kernel, positional arguments, keyword arguments) of every launch of Triton, none of which
-    happens; the card has 132 processors.
+def launches(monkeypatch):
+    """(kernel, positional arguments, keyword arguments) of every launch of a Triton kernel. The
+    launches are recorded and not run. The GPU that the host code sees has 132 SMs.
+
+    Tests that compile these launches share Triton's cache with other runs. Its key covers the
+    source, the options and the version of Triton, so that only changed kernels compile again.
     """
     from triton.runtime.jit import JITFunction
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    card = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    found = []
-    run = lambda self, *args, grid, warmup, **kwargs: found.append((self, args, kwargs))
+    gpu = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    recorded = []
+    run = lambda self, *args, grid, warmup, **kwargs: recorded.append((self, args, kwargs))
     monkeypatch.setattr(JITFunction, "run", run)
-    return found
+    return recorded

@@ -1,8 +1,8 @@
 """Writes constraints-hashed.txt: python tests/lock.py [https://index/simple]
 
-The pins of constraints.txt, each with the SHA-256 of every wheel that the index has for Python 3.11
-to 3.13, on any platform, or of the source where there is no wheel. torch is left out: its files
-differ by where they come from (PyPI, the index of CPU builds, a vendor).
+It has the pins of constraints.txt, each with the SHA-256 of every wheel that the index has for
+Python 3.11 to 3.13 on any platform, or of the source if the index has no wheel. torch is left out:
+its files differ between indexes (PyPI, the index of CPU builds, a vendor).
 """
 
 import html
@@ -32,7 +32,7 @@ def main(index: str = "https://pypi.org/simple") -> None:
 
 
 def locked(index: str, name: str, version: str) -> str:
-    """One pin with its hashes, sorted: what the index adds later changes single lines."""
+    """One pin with its hashes, sorted, so that a file added to the index changes one line."""
     with urlopen(f"{index}/{name}/", timeout=60) as answer:
         page = answer.read().decode()
     links = [

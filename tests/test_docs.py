@@ -75,7 +75,7 @@ def test_files_that_are_named_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_exist(page):
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for command in (m[1] for span in spans(page) for m in [COMMAND.match(span)] if m):
         command = command.replace("python -m benchmarks ", "onchip bench ")
         words = shlex.split(command.removeprefix("python -m "))

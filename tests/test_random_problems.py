@@ -1,5 +1,5 @@
-"""A few of the random problems of tests/random_problems.py, and many of them among the slow tests.
-Where one fails, its seed and number are in the message.
+"""Some problems of tests/random_problems.py, and many more in a slow test. The message of a failure
+has the seed and the number of the problem.
 """
 
 from collections import Counter

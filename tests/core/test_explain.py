@@ -17,7 +17,7 @@ from onchip.cost.roofline import human_time
 from onchip.fold import cascade
 from onchip.kernels.hopper.key_splits import plan_ranges
 from onchip.kernels.triton.key_splits import count_splits
-from tests.interpreted import inside, outside, run_inside
+from tests.interpreted import interpreted
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 32, 16
 TOKEN_BYTES = 2 * KV_HEADS * DIM * 2  # keys and values of one token, bf16
@@ -283,13 +283,7 @@ def test_invalid_calls_are_refused_as_by_the_call():
             onchip.explain(*arguments, **{option: None})
 
 
-@outside
-def test_in_the_triton_interpreter():
-    pytest.importorskip("triton")
-    run_inside(__file__, "-k", "TestKernel")
-
-
-@inside
+@interpreted
 class TestKernel:
     """The explained splits equal the splits that the kernel makes on the device."""
 

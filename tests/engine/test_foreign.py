@@ -40,7 +40,7 @@ def expected(kind, count=14):
     return [foreign_models.greedy(foreign_models.model(kind), prompt, count) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("kind", foreign_models.SERVED)
+@pytest.mark.parametrize("kind", foreign_models.mark_most_slow(foreign_models.SERVED))
 def test_greedy_tokens_are_those_of_transformers(kind, saved):
     """Prompts of 1 to 31 tokens in chunks of at most 9, pages of 4 slots, shared prefixes."""
     theirs = expected(kind)

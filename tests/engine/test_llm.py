@@ -300,6 +300,7 @@ RANK = """
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_outputs_of_one(folder, tmp_path):
     """With torchrun's variables: the same tokens, beams and preemptions on both ranks."""
     code, results = textwrap.dedent(RANK), [tmp_path / name for name in ("a", "b", "alone")]

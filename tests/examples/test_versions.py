@@ -1,8 +1,4 @@
-"""The four versions give the same attention: interpreted, compiled for Hopper, and run there.
-
-Interpreting and compiling cannot share a process: without TRITON_INTERPRET=1 this file runs its
-interpreted tests in one that has it.
-"""
+"""The four versions give the same attention: interpreted, compiled for Hopper, and run there."""
 
 import ast
 import re
@@ -17,7 +13,7 @@ import torch
 import onchip
 from benchmarks.versions import FOLDER, load
 from onchip.testing import assert_accurate, make_qkv, rmse
-from tests.interpreted import inside, outside, run_inside
+from tests.interpreted import interpreted
 
 triton = pytest.importorskip("triton")
 
@@ -45,12 +41,7 @@ def test_at_most_150_lines_of_code(name):
     assert 50 < len(lines) <= 150, len(lines)
 
 
-@outside
-def test_in_a_process_that_interprets():
-    run_inside(__file__)
-
-
-@inside
+@interpreted
 @pytest.mark.parametrize("name", PORTABLE)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seqlen", [1, 63, 129, 300])
@@ -60,7 +51,7 @@ def test_interpreted(name, causal, seqlen):
     assert_accurate(load(name).attention, *qkv, causal=causal)
 
 
-@inside
+@interpreted
 @pytest.mark.parametrize("name", PORTABLE)
 def test_interpreted_with_other_strides(name):
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(70, head_dim=128))
@@ -122,7 +113,6 @@ SLOW = [
 ]
 
 
-@outside
 @pytest.mark.parametrize(
     ("name", "head_dim", "causal", "options"),
     QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],

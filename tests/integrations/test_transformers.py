@@ -15,6 +15,7 @@ from onchip.masks import deferred
 from onchip.models import interface
 from tests.integrations import families
 from tests.integrations.families import DECODERS, OTHERS, padding
+from tests.models.foreign_models import mark_most_slow
 
 transformers = pytest.importorskip("transformers")
 
@@ -53,7 +54,7 @@ def close(ours, eager, seen=None):
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", mark_most_slow(DECODERS))
 @torch.no_grad()
 def test_logits_equal_eager(kind, side, words):
     seen = None if side is None else padding(BATCH, TOKENS, side)
@@ -61,7 +62,7 @@ def test_logits_equal_eager(kind, side, words):
     close(ours, eager, seen)
 
 
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", mark_most_slow(DECODERS))
 @torch.no_grad()
 def test_greedy_tokens_equal_eager_with_left_padding(kind, words):
     seen = padding(BATCH, TOKENS, "left")
@@ -79,7 +80,7 @@ def test_greedy_tokens_from_a_cache_of_fixed_size(kind, words):
     assert torch.equal(ours, eager)
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", mark_most_slow(OTHERS))
 @torch.no_grad()
 def test_encoders_cross_attention_and_position_bias(kind):
     given = families.inputs(kind)

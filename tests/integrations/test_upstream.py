@@ -45,6 +45,7 @@ def test_the_page_of_families_agrees_with_the_models():
     assert published == table.page(), "run python tests/integrations/table.py"
 
 
+@pytest.mark.slow
 def test_names_are_replaced_and_a_test_without_onchip_does_not_pass(tmp_path):
     """A checkout with three tests: of onchip's attention, of SDPA's, and without attention."""
     folder = tmp_path / "tests" / "models" / "llama"

@@ -11,7 +11,7 @@ from onchip.core.functional import attention, merge_states
 from onchip.core.problem import Options, Tensors, describe
 from onchip.kernels.tiles import TritonConfig
 from onchip.masks import dense
-from tests.interpreted import INTERPRETED, inside, outside, run_inside
+from tests.interpreted import INTERPRETED, interpreted
 
 # an interpreter takes seconds for what a kernel does in microseconds
 BATCH, HEADS, KV_HEADS, SEQLEN = (1, 2, 1, 45) if INTERPRETED else (2, 4, 2, 75)
@@ -153,23 +153,17 @@ def check_wide(kernel):
         assert torch.equal(a.bfloat16(), b)
 
 
-@outside
-def test_in_a_process_that_interprets():
-    pytest.importorskip("triton")
-    run_inside(__file__)
-
-
-@inside
+@interpreted
 @pytest.mark.parametrize("name", ["all"])
 def test_triton_parts_add_up_to_the_whole(name):
     check("triton", name, torch.float32, 1e-5)
 
 
-@inside
+@interpreted
 def test_triton_a_part_may_start_at_a_later_head():
     check_heads("triton")
 
 
-@inside
+@interpreted
 def test_triton_wide_gradients_are_not_rounded():
     check_wide("triton")

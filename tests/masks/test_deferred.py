@@ -69,6 +69,7 @@ def test_compiled_calls_take_tensors_as_masks():
         torch.testing.assert_close(compiled(*x, mask), attend(*x, mask), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_mask_that_reuses_the_memory_of_another_is_built_again():
     def attend(q, k, v, mask, first):
         kept = torch_op.build_once(mask, k.shape[1])

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import pytest
 import torch
 
 _SMALL = {
@@ -64,6 +65,13 @@ SERVED = {
     "phimoe": {**_EXPERTS, "sliding_window": 7},  # a window that is only in its mask
     "diffllama": {},  # two attentions a layer
 }
+
+
+def mark_most_slow(kinds):
+    """Model types as parameters of a test, all but a few representative ones marked slow."""
+    quick = {"llama", "mistral", "gemma3_text", "gpt_oss", "deepseek_v3", "bert", "t5"}
+    marks = lambda kind: () if kind in quick else (pytest.mark.slow,)
+    return [pytest.param(kind, marks=marks(kind)) for kind in kinds]
 
 
 def quiet():

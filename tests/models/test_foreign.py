@@ -44,7 +44,7 @@ def edited(folder, **fields):
 
 
 @pytest.mark.parametrize("page_size", [1, 8])
-@pytest.mark.parametrize("kind", foreign_models.SERVED)
+@pytest.mark.parametrize("kind", foreign_models.mark_most_slow(foreign_models.SERVED))
 @torch.no_grad()
 def test_a_packed_step_gives_the_logits_of_transformers(kind, page_size, tmp_path):
     """Three sequences in odd chunks and token by token, past the windows, on pages with NaN

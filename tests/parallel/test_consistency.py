@@ -130,6 +130,7 @@ def mix_nest(comm):
     return [*errors, (str(caught.value), caught.value.rank)]
 
 
+@pytest.mark.slow
 def test_every_rank_of_a_2d_mesh_raises(pool):
     """Also ranks in neither the row nor the column of the differing rank."""
     sentences = (
@@ -235,6 +236,7 @@ def defers(comm):
     return str(caught.value), caught.value.rank
 
 
+@pytest.mark.slow
 def test_a_comparison_that_is_deferred_raises_in_the_next_call():
     pool = Pool(3)
     sentence = "the ranks do not agree: causal is false on ranks 0, 2, true on rank 1"

@@ -99,6 +99,7 @@ def check(errors, victim, expected):
         assert seconds <= TIMEOUT_S, message
 
 
+@pytest.mark.slow
 def test_every_other_rank_names_the_lost_rank():
     jobs = [("dies", "shift"), ("stalls", "shift"), ("stops", "all_gather")]
     with ThreadPoolExecutor() as executor:  # the jobs mostly wait
@@ -139,7 +140,7 @@ def dies_in_a_round(comm, pass_):
     return str(caught.value), caught.value.rank
 
 
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("pass_", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 def test_a_rank_that_dies_in_a_step_is_named(pass_):
     pool = Pool(4)
     errors = pool.run(4, dies_in_a_round, pass_, timeout_s=TIMEOUT_S, lost=[2])

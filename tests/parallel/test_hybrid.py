@@ -145,7 +145,7 @@ def mesh_of(shape):
     return init_device_mesh("cpu", shape)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_gloo_in_groups_made_by_hybrid(pool, size):
     case = hybrid("striped", heads=(8, 2), options={"window_size": (17, 0)})
     check_case(case, [part[0] for part in pool.run(size, on_rank, case)])

@@ -28,7 +28,10 @@ def test_results_are_in_rank_order():
     assert run_processes(3, ranks_before, 10) == [(20, 1), (0, 1), (10, 1)]
 
 
-@pytest.mark.parametrize("how, error", [("raises", "KeyError: 'lost key'"), ("dies", "ended")])
+@pytest.mark.parametrize(
+    "how, error",
+    [("raises", "KeyError: 'lost key'"), pytest.param("dies", "ended", marks=pytest.mark.slow)],
+)
 def test_a_rank_that_fails_ends_all(how, error):
     start = time.monotonic()
     with pytest.raises(ParallelError, match=f"(?s)rank 1 of 2 failed: .*{error}") as caught:

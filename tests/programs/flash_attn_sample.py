@@ -3,13 +3,14 @@
     python tests/programs/flash_attn_sample.py FILE [--seed 0] [--count 600] [--workers 12]
         [--part 1/1] [--seconds 380] [--cpu] [pytest ...]
 
-FILE is that file of a clone of its repository, unmodified. It has some half a million cases: count
-of them are drawn by seed before they are made, as many of each test function as there are, up to an
-equal share. --part 2/3 runs the second third of the sample. Cases that have not begun after
---seconds are skipped and counted. --cpu runs cases on the CPU (slow, for a few). Values such as
-lengths are checked on the device, which upstream does too where its tests expect an error.
+FILE is that file in a clone of its repository, unmodified. It has about half a million cases. The
+seed chooses `count` of them before pytest generates them: an equal share of each test function, or
+all cases of a function that has fewer. --part 2/3 runs the second third of the sample. Cases that
+have not begun after --seconds are skipped and counted. --cpu runs cases on the CPU (slow, for a
+few). Values such as lengths are checked on the device; upstream does this too where its tests
+expect an error.
 
-The plugin of pytest below is loaded by every worker; the sample travels in the environment.
+Every worker loads this file as a plugin of pytest, and reads the sample from the environment.
 """
 
 import argparse
@@ -38,46 +39,46 @@ MAX_ERRORS = 25
 
 
 def marks_of(function):
-    """[(names of arguments, their values)] of its parametrize marks."""
-    found = []
+    """[(names of arguments, their values)] of the parametrize marks of a function."""
+    marks = []
     for mark in getattr(function, "pytestmark", []):
         if mark.name == "parametrize":
             names, values = mark.args[:2]
             names = names.split(",") if isinstance(names, str) else names
-            found.append(([name.strip() for name in names], list(values)))
-    return found
+            marks.append(([name.strip() for name in names], list(values)))
+    return marks
 
 
 def size_of(function):
     return prod(len(values) for _, values in marks_of(function))
 
 
-def shares(sizes, count):
-    """function -> how many of its cases; what a small function leaves goes to the larger ones."""
-    given, left = {}, count
-    for done, (name, size) in enumerate(sorted(sizes.items(), key=lambda one: (one[1], one[0]))):
-        given[name] = min(size, -(-left // (len(sizes) - done)))
-        left -= given[name]
-    return given
+def divide(sizes, count):
+    """function -> number of its cases. Larger functions get what smaller ones leave over."""
+    shares, left = {}, count
+    for done, (name, size) in enumerate(sorted(sizes.items(), key=lambda row: (row[1], row[0]))):
+        shares[name] = min(size, -(-left // (len(sizes) - done)))
+        left -= shares[name]
+    return shares
 
 
 def draw(function, count, seed):
-    """(names, cases): count different cases, as tuples of values."""
-    marks, chance = marks_of(function), random.Random(f"{seed} {function.__name__}")
+    """(names of arguments, `count` different cases)"""
+    marks, rng = marks_of(function), random.Random(f"{seed} {function.__name__}")
     names = [name for group, _ in marks for name in group]
     if count >= size_of(function):
         picked = list(product(*(values for _, values in marks)))
     else:
         seen = set()
         while len(seen) < count:
-            seen.add(tuple(chance.randrange(len(values)) for _, values in marks))
+            seen.add(tuple(rng.randrange(len(values)) for _, values in marks))
         picked = [
-            tuple(values[i] for i, (_, values) in zip(one, marks, strict=True))
-            for one in sorted(seen)
+            tuple(values[i] for i, (_, values) in zip(indices, marks, strict=True))
+            for indices in sorted(seen)
         ]
     rows = [
-        [v for (group, _), value in zip(marks, one, strict=True) for v in _flat(group, value)]
-        for one in picked
+        [v for (group, _), value in zip(marks, case, strict=True) for v in _flat(group, value)]
+        for case in picked
     ]
     return names, [pytest.param(*row) for row in rows]
 
@@ -92,10 +93,10 @@ def _functions(module):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc):
-    """Instead of all combinations of the marks, the drawn ones."""
+    """Generate the sampled cases instead of all combinations of the marks."""
     functions = _functions(metafunc.module)
-    sizes = {name: size_of(one) for name, one in functions.items()}
-    count = shares(sizes, int(os.environ[COUNT]))[metafunc.function.__name__]
+    sizes = {name: size_of(function) for name, function in functions.items()}
+    count = divide(sizes, int(os.environ[COUNT]))[metafunc.function.__name__]
     names, rows = draw(metafunc.function, count, os.environ[SEED])
     definition = metafunc.definition
     definition.own_markers[:] = [m for m in definition.own_markers if m.name != "parametrize"]
@@ -106,7 +107,7 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(config, items):
     part, parts = map(int, os.environ[PART].split("/"))
     order = random.Random(os.environ[SEED])
-    order.shuffle(items)  # workers get long and short cases alike
+    order.shuffle(items)  # each worker gets long and short cases
     items[:] = items[part - 1 :: parts]
 
 
@@ -162,16 +163,16 @@ def pytest_runtest_logreport(report):
     _RESULTS[name, outcome] += 1
     if outcome == "failed":
         crash = getattr(report.longrepr, "reprcrash", None)
-        said = str(report.longrepr) if crash is None else f"line {crash.lineno}: {crash.message}"
-        _ERRORS.append(f"{report.nodeid.partition('::')[2]}\n    {said.splitlines()[0][:300]}")
+        error = str(report.longrepr) if crash is None else f"line {crash.lineno}: {crash.message}"
+        _ERRORS.append(f"{report.nodeid.partition('::')[2]}\n    {error.splitlines()[0][:300]}")
 
 
 def pytest_terminal_summary(terminalreporter):
     outcomes = ("passed", "failed", "skipped", "not run")
     write = terminalreporter.write_line
-    write(f"{'':44}" + "".join(f"{one:>9}" for one in outcomes))
+    write(f"{'':44}" + "".join(f"{outcome:>9}" for outcome in outcomes))
     for name in sorted({name for name, _ in _RESULTS}):
-        write(f"{name:44}" + "".join(f"{_RESULTS[name, one]:9}" for one in outcomes))
+        write(f"{name:44}" + "".join(f"{_RESULTS[name, outcome]:9}" for outcome in outcomes))
     for line in _ERRORS[:MAX_ERRORS]:
         write(line)
 
@@ -185,17 +186,17 @@ def main():
     parser.add_argument("--part", default="1/1")
     parser.add_argument("--seconds", type=float, default=380)
     parser.add_argument("--cpu", action="store_true")
-    said, rest = parser.parse_known_args()
-    sample = {SEED: said.seed, COUNT: said.count, PART: said.part, ON_CPU: int(said.cpu)}
-    sample[DEADLINE] = time.time() + said.seconds
+    args, rest = parser.parse_known_args()
+    sample = {SEED: args.seed, COUNT: args.count, PART: args.part, ON_CPU: int(args.cpu)}
+    sample[DEADLINE] = time.time() + args.seconds
     os.environ.update({name: str(value) for name, value in sample.items()})
     here = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
     sys.path.insert(0, here)
-    file = said.file.resolve()
+    file = args.file.resolve()
     where = [str(file), f"--rootdir={file.parent}", "-c", os.devnull]
     plain = ["-q", "--no-header", "--noconftest", "--tb=line", "-p", "no:cacheprovider"]
-    ours = ["-W", "ignore", "-p", "flash_attn_sample", "-n", str(said.workers)]
+    ours = ["-W", "ignore", "-p", "flash_attn_sample", "-n", str(args.workers)]
     return pytest.main([*where, *plain, *ours, *rest])
 
 

@@ -1,9 +1,9 @@
-"""Attention of programs that are written for flash_attn, unmodified, through its alias on the CPU.
+"""Attention of programs written for flash_attn, unmodified, with onchip in its place on the CPU.
 
     python tests/programs/flash_dependants.py diffusers              the installed package
     python tests/programs/flash_dependants.py hunyuan CHECKOUT       a clone of HunyuanVideo
 
-Their flash_attn path is compared with their path through torch's SDPA: out and gradients, in fp32.
+Compares their flash_attn path with their path through torch's SDPA: out and gradients, in fp32.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from flash_on_cpu import OnCpu
 import onchip.integrations.flash_attn
 
 
-def made(*shape, count=3):
+def make_inputs(*shape, count=3):
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(shape, generator=generator).requires_grad_() for _ in range(count)]
 
@@ -27,7 +27,7 @@ def _grads(out, inputs):
 
 
 def compare(name, got, want, inputs, rows=slice(None)):
-    """out, and the gradients of its sum of squares."""
+    """Compare out, and the gradients of its sum of squares."""
     pairs = [(got[rows], want[rows])]
     pairs += zip(*(_grads(t[rows], inputs) for t in (got, want)), strict=True)
     worst = max(float((a - b).detach().abs().max() / b.detach().abs().max()) for a, b in pairs)
@@ -42,7 +42,7 @@ def diffusers() -> bool:
     if not dispatch._CAN_USE_FLASH_ATTN:
         print("FAILED diffusers: flash_attn was not found")
         return False
-    inputs = made(2, 33, 4, 16)
+    inputs = make_inputs(2, 33, 4, 16)
     attend = dispatch.dispatch_attention_fn
     results = []
     for causal in (False, True):
@@ -68,7 +68,7 @@ def diffusers() -> bool:
 
 
 def hunyuan(checkout: Path) -> bool:
-    """Image and text tokens of a batch, packed with the padding of each text behind them."""
+    """Image and text tokens of a batch, packed, each text followed by its padding."""
     spec = spec_from_file_location("attenion", checkout / "hyvideo" / "modules" / "attenion.py")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -76,14 +76,14 @@ def hunyuan(checkout: Path) -> bool:
         print("FAILED hunyuan: flash_attn was not found")
         return False
     text = torch.arange(9) < torch.tensor([[4], [9]])
-    inputs = made(2, 33, 4, 16)
+    inputs = make_inputs(2, 33, 4, 16)
     cu = module.get_cu_seqlens(text, 24)
     lengths = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": 33, "max_seqlen_kv": 33}
     got = module.attention(*inputs, mode="flash", **lengths, batch_size=2)
     seen = torch.cat([torch.ones(2, 24, dtype=torch.bool), text], 1)
     want = module.attention(*inputs, mode="torch", attn_mask=seen[:, None, None])
     results = [compare("hunyuan, flash", got, want, inputs, seen)]
-    one = [t[:1] for t in inputs]
+    first = [t[:1] for t in inputs]
     whole = lambda _, q, k, v, **joint: torch.nn.functional.scaled_dot_product_attention(
         *(
             torch.cat([t, joint[f"joint_tensor_{name}"]], 1).transpose(1, 2)
@@ -91,11 +91,11 @@ def hunyuan(checkout: Path) -> bool:
         )
     ).transpose(1, 2)
     with torch.no_grad():
-        got = module.parallel_attention(whole, *one, 24, 24, cu, cu)
-        padding = [t[:, 28:] for t in one]
+        got = module.parallel_attention(whole, *first, 24, 24, cu, cu)
+        padding = [t[:, 28:] for t in first]
         want = torch.cat(
             [
-                module.attention(*(t[:, :28] for t in one), mode="torch"),
+                module.attention(*(t[:, :28] for t in first), mode="torch"),
                 module.attention(*padding, mode="torch"),
             ],
             1,
@@ -109,10 +109,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("program", choices=("diffusers", "hunyuan"))
     parser.add_argument("checkout", type=Path, nargs="?")
-    said = parser.parse_args()
+    args = parser.parse_args()
     onchip.integrations.flash_attn.install()
     with OnCpu():
-        passed = diffusers() if said.program == "diffusers" else hunyuan(said.checkout)
+        passed = diffusers() if args.program == "diffusers" else hunyuan(args.checkout)
     return int(not passed)
 
 

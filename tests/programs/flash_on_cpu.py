@@ -1,11 +1,11 @@
-"""For programs that name cuda: their tensors are made on the CPU."""
+"""Runs programs that name cuda on the CPU."""
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 
 class OnCpu(TorchFunctionMode):
-    """Replaces `device="cuda"` of any function by the CPU."""
+    """Replaces `device="cuda"` by the CPU in every call of a torch function."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

@@ -1,5 +1,5 @@
-"""What programs of Hugging Face are given here: tiny random models, rows of data, a tokenizer; and
-what is compared: every number that their training logs.
+"""Tiny random models, data and a tokenizer for the programs of Hugging Face, and the comparison of
+every number that their training logs.
 """
 
 import os
@@ -25,27 +25,27 @@ SETTINGS = SMALL | {
 
 
 def model(name, kind, head, **fields):
-    """A model of transformers under an implementation. No dropout: each implementation draws from
-    generators of its own.
+    """A model of transformers with the attention implementation `name`. Without dropout, because
+    each implementation has its own random generators.
     """
     import transformers
 
     quiet()
     adapter.register()
-    stated = families._SMALL | families.DECODERS[kind] if kind in families.DECODERS else {}
-    stated = stated or families.OTHERS[kind]
-    config = transformers.CONFIG_MAPPING[kind](**stated | fields)
+    small = families._SMALL | families.DECODERS[kind] if kind in families.DECODERS else {}
+    small = small or families.OTHERS[kind]
+    config = transformers.CONFIG_MAPPING[kind](**small | fields)
     for field, value in vars(config).items():
         if isinstance(value, float) and ("dropout" in field or "pdrop" in field):
             setattr(config, field, 0.0)
     torch.manual_seed(0)
-    one = getattr(transformers, head)._from_config(config, attn_implementation=name)
-    assert one.config._attn_implementation == name
-    return one
+    made = getattr(transformers, head)._from_config(config, attn_implementation=name)
+    assert made.config._attn_implementation == name
+    return made
 
 
-def logged(trainer):
-    """All numbers of a training but those of time."""
+def train_and_log(trainer):
+    """All numbers that a training logs, except times."""
     trainer.train()
     rows = [
         {name: value for name, value in row.items() if not any(time in name for time in _TIMES)}
@@ -55,15 +55,15 @@ def logged(trainer):
     return rows
 
 
-def same_numbers(ours, theirs):
-    """Within what fp32 rounds differently in two steps."""
+def assert_same_numbers(ours, theirs):
+    """The tolerance is for what two steps in fp32 round differently."""
     assert [row.keys() for row in ours] == [row.keys() for row in theirs]
     for row, expected in zip(ours, theirs, strict=True):
         assert row == pytest.approx(expected, rel=2e-4, abs=2e-6)
 
 
 def tokenizer():
-    """Words w0 to w130, of which the first three are padding, beginning and end."""
+    """Words w0 to w130. The first three are padding, beginning and end."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

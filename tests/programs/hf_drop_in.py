@@ -1,5 +1,5 @@
-"""Models that choose their attention from a table of their own, under the name of flash_attn, which
-is ours: a program, because their modules look for flash_attn when they are imported.
+"""Models that choose their attention from a table in their own module, with onchip installed as
+flash_attn. A program, because these modules look for flash_attn when they are imported.
 """
 
 import torch
@@ -26,8 +26,8 @@ def main():
         logits = []
         for name in ("eager", "flash_attention_2"):
             torch.manual_seed(0)
-            one = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name)
-            logits.append(one.eval()(words, attention_mask=seen).logits * seen[..., None])
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name)
+            logits.append(model.eval()(words, attention_mask=seen).logits * seen[..., None])
         eager, ours = logits
         error = (ours - eager).abs().max() / eager.abs().max()
         assert error <= 1e-5, f"{kind}: {error:.1e}"

@@ -1,15 +1,15 @@
-"""ring-flash-attention's own test scripts, unmodified, through the alias of flash_attn.
+"""ring-flash-attention's own test scripts, unmodified, with onchip in the place of flash_attn.
 
     python tests/programs/ring_flash_attention.py CHECKOUT [--ranks 2] [--scripts NAME ...]
 
-CHECKOUT is a clone of its repository. Each script runs once in every rank, on gloo and the CPU
-where it names nccl and cuda. Its adapter to transformers, which works with older versions of that
-package, is left out; nothing else changes. A script prints how far the ring's results are from
-those of one process. It passes if every rank ends well, every printed difference of out and of the
-gradients is within two units in the last place of bf16 at the largest value that it is compared
-with, and every difference of lse is within 1e-4.
+CHECKOUT is a clone of its repository. Each script runs once in every rank, with gloo in the place
+of nccl and the CPU in the place of cuda. An empty module replaces its adapter to transformers,
+which needs an older version of that package; nothing else changes. A script prints the
+differences between the results of the ring and of one process. It passes if every rank exits with
+0, every difference of out and of the gradients is within two units in the last place of bf16 at the
+largest value of the tensor, and every difference of lse is within 1e-4.
 
-This is a program, not a module of our tests.
+This is a program. pytest does not collect it.
 """
 
 import argparse
@@ -41,12 +41,12 @@ TIMEOUT_S = 900
 
 
 def run_rank(checkout: Path, script: str) -> None:
-    """One rank of one script; RANK and WORLD_SIZE are in the environment."""
+    """Run one rank of one script. RANK and WORLD_SIZE are in the environment."""
     import onchip.integrations.flash_attn
 
     onchip.integrations.flash_attn.install()
-    begin = dist.init_process_group
-    dist.init_process_group = lambda backend=None, **rest: begin("gloo", **rest)
+    init = dist.init_process_group
+    dist.init_process_group = lambda backend=None, **rest: init("gloo", **rest)
     sys.path[:0] = [str(checkout), str(checkout / "test")]
     sys.argv = [script]
     adapter = ModuleType("ring_flash_attn.adapters")
@@ -57,7 +57,7 @@ def run_rank(checkout: Path, script: str) -> None:
 
 
 def run_script(checkout: Path, script: str, ranks: int) -> tuple[bool, str]:
-    """Whether it passes, and what it printed."""
+    """(whether the script passes, its output)"""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -81,14 +81,16 @@ def run_script(checkout: Path, script: str, ranks: int) -> tuple[bool, str]:
         for process in started:
             process.kill()
     ended = all(process.returncode == 0 for process in started)
-    wrong = beyond(printed)
+    wrong = find_excesses(printed)
     return ended and not wrong, "\n".join([*printed, *wrong])
 
 
-def beyond(printed: list[str]) -> list[str]:
-    """The differences beyond their bounds. Rank 0 prints `name: max A, mean B` for all, or `name:`
-    and then `[0] max A, mean B`; the others print their `[rank] ...` lines alone, in the same
-    order. A name with `diff` in it is a difference from the tensor named before it.
+def find_excesses(printed: list[str]) -> list[str]:
+    """The differences beyond their bounds.
+
+    Rank 0 prints `name: max A, mean B` for all ranks, or `name:` and then `[0] max A, mean B`. The
+    other ranks print only their `[rank] ...` lines, in the same order. A name that contains `diff`
+    is a difference from the tensor of the name before it.
     """
     own = [iter(re.findall(r"^\[\d+\] max (\S+), mean", text, re.M)) for text in printed]
     largest, wrong = [0.0] * len(printed), []
@@ -110,15 +112,15 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--scripts", nargs="+", default=SCRIPTS)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
-    said = parser.parse_args()
-    checkout = said.checkout.resolve()
-    if said.rank_of:
-        run_rank(checkout, said.rank_of)
+    args = parser.parse_args()
+    checkout = args.checkout.resolve()
+    if args.rank_of:
+        run_rank(checkout, args.rank_of)
         return 0
     failed = 0
-    for script in said.scripts:
+    for script in args.scripts:
         began = time.monotonic()
-        passed, printed = run_script(checkout, script, said.ranks)
+        passed, printed = run_script(checkout, script, args.ranks)
         failed += not passed
         took = time.monotonic() - began
         print(f"{'passed' if passed else 'FAILED'} {script} ({took:.0f} s)", flush=True)

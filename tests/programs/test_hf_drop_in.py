@@ -1,5 +1,5 @@
-"""Falcon, GPT-J and GPT-Neo refuse our name, and take "flash_attention_2" through the drop-in, as
-their refusal says.
+"""Falcon, GPT-J and GPT-Neo refuse the implementation "onchip", and run "flash_attention_2" through
+the drop-in, as the error message suggests.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""DDP and FSDP2 of two ranks on gloo: losses and norms of gradients are those of SDPA."""
+"""DDP and FSDP2 on two ranks with gloo: losses and gradient norms equal SDPA's."""
 
 import os
 import subprocess

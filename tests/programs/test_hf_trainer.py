@@ -1,4 +1,4 @@
-"""transformers' Trainer: two steps with our attention log what two steps with SDPA log."""
+"""transformers' Trainer: two steps with onchip log the same numbers as two steps with SDPA."""
 
 import pytest
 import torch
@@ -45,29 +45,29 @@ def labels(batch, head):
     return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 
 
-def trained(folder, name, kind, head, **settings):
+def train(folder, name, kind, head, **settings):
     from transformers import Trainer, TrainingArguments
 
     settings = TrainingArguments(str(folder), **hf.SETTINGS | settings)
-    one = hf.model(name, kind, head)
-    return hf.logged(Trainer(one, settings, train_dataset=rows(kind, head)))
+    model = hf.model(name, kind, head)
+    return hf.train_and_log(Trainer(model, settings, train_dataset=rows(kind, head)))
 
 
 @pytest.mark.parametrize(("kind", "head"), KINDS.items(), ids=KINDS)
 def test_losses_are_those_of_sdpa(kind, head, tmp_path):
-    ours, theirs = (trained(tmp_path, name, kind, head) for name in ("onchip", "sdpa"))
-    hf.same_numbers(ours, theirs)
+    ours, theirs = (train(tmp_path, name, kind, head) for name in ("onchip", "sdpa"))
+    hf.assert_same_numbers(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_a_classifier_of_sequences(kind, tmp_path):
     head = {"llama": "LlamaForSequenceClassification", "bert": "BertForSequenceClassification"}
-    ours, theirs = (trained(tmp_path, name, kind, head[kind]) for name in ("onchip", "sdpa"))
-    hf.same_numbers(ours, theirs)
+    ours, theirs = (train(tmp_path, name, kind, head[kind]) for name in ("onchip", "sdpa"))
+    hf.assert_same_numbers(ours, theirs)
 
 
 def test_accumulated_and_checkpointed(tmp_path):
-    """Trainer divides by num_items_in_batch, which it hands to the model."""
+    """Trainer passes num_items_in_batch to the model, which divides the loss by it."""
     settings = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
-    run = lambda name: trained(tmp_path, name, "llama", "LlamaForCausalLM", **settings)
-    hf.same_numbers(run("onchip"), run("sdpa"))
+    run = lambda name: train(tmp_path, name, "llama", "LlamaForCausalLM", **settings)
+    hf.assert_same_numbers(run("onchip"), run("sdpa"))

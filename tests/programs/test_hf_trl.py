@@ -1,4 +1,4 @@
-"""TRL's trainers: two steps with our attention log what two steps with SDPA log."""
+"""TRL's trainers: two steps with onchip log the same numbers as two steps with SDPA."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ LENGTHS = (9, 30, 17, 5, 40, 12, 23, 8)
 
 @pytest.fixture
 def train(tmp_path):
-    """train(trainer, config, data, name, **settings) logs a training of a tiny Llama, which TRL
-    loads from a folder under an implementation.
+    """train(trainer, config, data, name, **settings) trains a tiny Llama, which TRL loads from a
+    folder with the attention implementation `name`, and returns the logged numbers.
     """
     folder = tmp_path / "model"
     hf.model("eager", "llama", "LlamaForCausalLM").save_pretrained(folder)
@@ -31,7 +31,7 @@ def train(tmp_path):
         made = trainer(str(folder), args=settings, train_dataset=data, **rewards)
         assert made.model.config._attn_implementation == name
         torch.manual_seed(7)
-        return hf.logged(made)
+        return hf.train_and_log(made)
 
     return run
 
@@ -52,7 +52,7 @@ SFT = {
 def test_supervised(settings, train):
     data = [{"text": hf.text(length, seed)} for seed, length in enumerate(LENGTHS)]
     run = lambda name: train(trl.SFTTrainer, trl.SFTConfig, data, name, **settings)
-    hf.same_numbers(run("onchip"), run("sdpa"))
+    hf.assert_same_numbers(run("onchip"), run("sdpa"))
 
 
 def test_preferences(train):
@@ -62,11 +62,11 @@ def test_preferences(train):
         for length in LENGTHS
     ]
     run = lambda name: train(trl.DPOTrainer, trl.DPOConfig, data, name)
-    hf.same_numbers(run("onchip"), run("sdpa"))
+    hf.assert_same_numbers(run("onchip"), run("sdpa"))
 
 
 def test_rewards_of_samples(train):
     data = [{"prompt": hf.text(length, length)} for length in LENGTHS]
     settings = {"num_generations": 2, "max_completion_length": 8, "beta": 0.1}
     run = lambda name: train(trl.GRPOTrainer, trl.GRPOConfig, data, name, **settings)
-    hf.same_numbers(run("onchip"), run("sdpa"))
+    hf.assert_same_numbers(run("onchip"), run("sdpa"))

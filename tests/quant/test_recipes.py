@@ -57,11 +57,13 @@ def outliers():
     return {name: rmse(attend(RECIPES[name], q, k, v)[0], exact.out) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "bar"), [("fp8", 9.1e-3), ("int8", 5.5e-3), ("int8_pv16", 2e-3)])
 def test_error_on_outliers(outliers, name, bar):
     assert outliers[name] <= bar
 
 
+@pytest.mark.slow
 def test_fp8_is_better_than_without_rotation_and_blocks(outliers):
     assert outliers["fp8"] <= 0.6 * outliers["fa3_fp8"]
     assert outliers["fp8"] <= 0.6 * outliers["fp8_tensor"]

@@ -27,6 +27,7 @@ def folder_engine(fake, folder, template=None, **knobs):
     return engine
 
 
+@pytest.mark.slow
 def test_a_template_that_loops_delays_no_plain_prompt(fake, tmp_path, serving, ask, monkeypatch):
     monkeypatch.setattr(workers, "JOB_S", 0.5)
     answers = []

@@ -89,6 +89,7 @@ def test_cancels_run_before_adds(serving, fake, post, until):
         assert server.service.num_open == 10
 
 
+@pytest.mark.slow
 def test_a_drain_ends_what_waits_for_a_step_that_hangs(serving, fake, post, until):
     engine = fake(step_s=2.0)
     with serving(engine, drain_s=0.1) as (url, server):

@@ -27,6 +27,7 @@ def stats(ask, url):
     return ask(url, "/stats")[1]["requests"]
 
 
+@pytest.mark.slow
 def test_killed_clients_and_a_drain_under_load(process, ask, until):
     """A killed client frees its pages. After SIGTERM every request is finished or rejected with an
     error; none hangs, and none ends silently.

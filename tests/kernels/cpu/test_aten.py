@@ -200,7 +200,10 @@ class TestSixteenBitGradients:
         assert rmse(raw) > 1.3 * rmse(fine.bfloat16())
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (64, 0)}])
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"causal": True}, pytest.param({"window_size": (64, 0)}, marks=pytest.mark.slow)],
+    )
     def test_onchip(self, dtype, options):
         q, k, v = make_qkv(1, 512, 512, num_heads=4, num_kv_heads=2, dtype=dtype)
         assert_accurate(attend, q, k, v, grad=True, **options)

@@ -64,7 +64,8 @@ class Variant(NamedTuple):
     spills: tuple[float, float] = (0.0, 0.0)
 
 
-# The first of each runs in `make test`.
+# `make test` compiles the first variant of FORWARD, EIGHT, DECODE and BACKWARD, and `make triton36`
+# the first of every table.
 FORWARD = [
     Variant(128, {"causal": True}),
     Variant(64, {}),
@@ -488,6 +489,7 @@ def test_strips_are_used_if_their_rows_share_blocks(launches, rule, consumers):
     assert kwargs["CONSUMERS"] == consumers
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("variant", variants(MERGE))
 def test_merging_stays_in_registers(launches, tmp_path, variant):
     from onchip.kernels.hopper.launch import forward_into
@@ -555,6 +557,7 @@ def test_decode_stays_in_registers(launches, tmp_path, variant):
     _holds(machine, footprint.hopper_decode(width, problem.page_size, kv8), halves)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("form", [None, FORMS[0]])
 @pytest.mark.parametrize("batch", [256, pytest.param(2048, marks=pytest.mark.slow)])
 def test_warps_synchronise_before_the_producer_starts(launches, tmp_path, batch, form):
@@ -583,12 +586,14 @@ def test_backward_stays_in_registers(launches, tmp_path, variant):
     _check_backward(problem, x, launches, tmp_path, variant)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("variant", variants(WIDE_GRADS))
 def test_unrounded_gradients_stay_in_registers(launches, tmp_path, variant):
     problem, x = _pose(variant)
     _check_backward(problem._replace(wide_grads=True), x, launches, tmp_path, variant)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("variant", variants(ADDING))
 def test_adding_gradients_stays_in_registers(launches, tmp_path, variant):
     """Into tokens of longer sums, dk and dv by reductions of TMA alone."""

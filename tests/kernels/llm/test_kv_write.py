@@ -6,17 +6,12 @@ import pytest
 import torch
 
 from onchip.quant.kv8 import quantise
-from tests.interpreted import DEVICE, here, outside, run_inside
+from tests.interpreted import DEVICE, interpreted_or_gpu
 from tests.kv8 import FORMS
 
 pytest.importorskip("triton")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@outside
-def test_in_a_process_that_interprets():
-    run_inside(__file__)
 
 
 def randn(*shape, dtype=torch.float32):
@@ -31,7 +26,7 @@ def expected_write(pages, rows, slots):
     return flat.unflatten(0, pages.shape[:2])
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 4, 40, 24), (8, 16, 64, 64)], ids=str)
 def test_every_token_is_written_to_its_slot_and_nothing_else_changes(dtype, sizes):
@@ -48,7 +43,7 @@ def test_every_token_is_written_to_its_slot_and_nothing_else_changes(dtype, size
     assert torch.equal(k_pages, expected[0]) and torch.equal(v_pages, expected[1])
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 4, 40, 24), (8, 16, 64, 64)], ids=str)
@@ -73,7 +68,7 @@ def test_8_bit_pages_equal_the_definition(form, dtype, sizes):
     assert all(map(torch.equal, got, expected))
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_a_token_that_is_not_finite_has_a_scale_of_nan(form, poison):
@@ -87,7 +82,7 @@ def test_a_token_that_is_not_finite_has_a_scale_of_nan(form, poison):
     assert scales.isnan().nonzero().tolist() == [[0, 3, 0]]
 
 
-@here
+@interpreted_or_gpu
 def test_slots_out_of_range_write_nothing():
     from onchip.kernels.llm import kv_write
 
@@ -100,7 +95,7 @@ def test_slots_out_of_range_write_nothing():
     assert torch.equal(pool, before)
 
 
-@here
+@interpreted_or_gpu
 def test_without_tokens_nothing_is_written():
     from onchip.kernels.llm import kv_write
 
@@ -109,7 +104,7 @@ def test_without_tokens_nothing_is_written():
     kv_write.write(none, none, pages, pages.clone(), slots)
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 7, 16, 3, 72), (2, 7, 1, 1, 5), (3, 7, 4, 2)], ids=str)
 def test_pages_are_copied_in_every_layer(dtype, shape):
@@ -123,7 +118,7 @@ def test_pages_are_copied_in_every_layer(dtype, shape):
     assert torch.equal(pages, expected)
 
 
-@here
+@interpreted_or_gpu
 def test_pages_that_are_not_contiguous_are_refused():
     from onchip.kernels.llm import kv_write
 

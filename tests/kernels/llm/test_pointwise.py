@@ -9,7 +9,7 @@ from onchip.kvcache import KVCache
 from onchip.models import ModelConfig, decoder, pointwise, positions_of, random_model
 from onchip.models.rotary import Rotary, cos_sin, rotate
 from onchip.quant.kv8 import quantise
-from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
+from tests.interpreted import DEVICE, INTERPRETED, interpreted_or_gpu
 from tests.kv8 import FORMS
 
 pytest.importorskip("triton")
@@ -55,11 +55,6 @@ WIDTHS = [
 GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 67}
 
 
-@outside
-def test_in_a_process_that_interprets():
-    run_inside(__file__)
-
-
 @pytest.fixture
 def kernels():
     from onchip.kernels.llm import pointwise as kernels
@@ -86,7 +81,7 @@ def exact_norm(x, weight, eps, offset):
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (offset + weight.double())
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, width", WIDTHS)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -100,7 +95,7 @@ def test_sum_and_norm(kernels, dtype, rows, width, offset):
     assert_rounded_once(plain, exact_norm(x, weight, 1e-5, offset))
 
 
-@here
+@interpreted_or_gpu
 def test_norms_of_strided_rows(kernels):
     wide = randn(3, 5, 80)
     x, weight = wide[..., :40], randn(40)
@@ -109,7 +104,7 @@ def test_norms_of_strided_rows(kernels):
     assert kernels.add_rms_norm(x[:0], None, weight, 1e-6, 0.0)[1].shape == (0, 5, 40)
 
 
-@here
+@interpreted_or_gpu
 def test_rows_of_huge_and_of_zero_elements_stay_finite(kernels):
     x = torch.stack([torch.full((63,), 3e4), torch.zeros(63)]).to(DEVICE, FP16)
     _, out = kernels.add_rms_norm(x, None, torch.ones(63, dtype=FP16, device=DEVICE), 1e-6, 0.0)
@@ -144,7 +139,7 @@ def expected_place(qkv, turn, weights, heads, head_dim, offset):
     return q, k, v
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("offset", [None, 1.0], ids=["no norm", "norm"])
@@ -172,7 +167,7 @@ def test_heads_are_placed_and_written(kernels, monkeypatch, dtype, sizes, offset
         assert dtype == FP32 or (ours != theirs).float().mean() < 0.02
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("form, dtype", [(FORMS[0], BF16), (FORMS[1], FP32)], ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_pages_of_8_bits_get_the_same_heads_quantised(kernels, dtype, sizes, form):
@@ -197,7 +192,7 @@ def test_pages_of_8_bits_get_the_same_heads_quantised(kernels, dtype, sizes, for
     assert not values.float()[:, ~written].any()
 
 
-@here
+@interpreted_or_gpu
 def test_qkv_that_does_not_fit_is_refused(kernels):
     qkv, turn, _, pool, slots = step((4, 2, 64, 64, 16), BF16)
     with pytest.raises(ValueError, match="does not fit pages"):
@@ -208,7 +203,7 @@ def test_qkv_that_does_not_fit_is_refused(kernels):
         pointwise.place(qkv, 4, turn, None, (pool[0].half(), pool[1].half()), slots)
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 5, 126), (2, 6144)], ids=str)
@@ -218,7 +213,7 @@ def test_gates(kernels, dtype, name, shape):
     assert_rounded_once(kernels.gated_activation(x, name), pointwise.activate(gate, name) * up)
 
 
-@here
+@interpreted_or_gpu
 def test_gates_of_large_numbers(kernels):
     """No overflow in between: finite results stay finite; NaN stays NaN."""
     gate = torch.tensor([-3e4, -90.0, 90.0, 3e4, float("nan")]).to(DEVICE)
@@ -250,7 +245,7 @@ def steps(model, page_size):
     return torch.cat(states)
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("family", FAMILIES if INTERPRETED else [*FAMILIES, "qwen2", "gpt2"])
 @torch.no_grad()
 def test_a_decoder_with_fused_kernels_equals_the_decoder(kernels, monkeypatch, family):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onchip.engine import Request, SamplingParams, sampler
-from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
+from tests.interpreted import DEVICE, INTERPRETED, interpreted_or_gpu, mark_slow_except
 
 pytest.importorskip("triton")
 
@@ -32,11 +32,6 @@ PARAMS = [
     SamplingParams(temperature=0, logit_bias={5: 50}),
     SamplingParams(temperature=1e-20, top_p=0.5),
 ]
-
-
-@outside
-def test_in_a_process_that_interprets():
-    run_inside(__file__)
 
 
 @pytest.fixture
@@ -78,8 +73,8 @@ def randn(*shape, dtype=FP32):
     return torch.randn(*shape).to(DEVICE, dtype)
 
 
-@here
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@interpreted_or_gpu
+@pytest.mark.parametrize("dtype", mark_slow_except((0,), DTYPES), ids=str)
 def test_the_tokens_and_logprobs_of_the_sampler(sample, dtype):
     """All options in one batch. A token differs only if the last bit of a sum decides."""
     count = len(PARAMS) if INTERPRETED else 1024
@@ -96,7 +91,8 @@ def test_the_tokens_and_logprobs_of_the_sampler(sample, dtype):
     assert torch.equal(ours.rank, theirs.rank) and ours.top_tokens.shape == (count, 0)
 
 
-@here
+@pytest.mark.slow
+@interpreted_or_gpu
 def test_a_batch_of_one_kind(sample):
     """All greedy, all random, all random with a cut: missing options cost no launch."""
     for params in ([PARAMS[0]], [PARAMS[1]], [PARAMS[5]]):
@@ -107,7 +103,7 @@ def test_a_batch_of_one_kind(sample):
         assert torch.equal(ours.token, theirs.token)
 
 
-@here
+@interpreted_or_gpu
 def test_ranks_and_top_tokens_are_reported(sample):
     samples, logits = members([SamplingParams(logprobs=3)], 4), randn(4, VOCAB)
     ours, theirs = (
@@ -117,7 +113,8 @@ def test_ranks_and_top_tokens_are_reported(sample):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-@here
+@pytest.mark.slow
+@interpreted_or_gpu
 def test_a_row_samples_the_same_in_any_batch(sample):
     """Its log probability is the same bit by bit, too."""
     count = 7 if INTERPRETED else 64
@@ -130,8 +127,8 @@ def test_a_row_samples_the_same_in_any_batch(sample):
     assert together.logprob.tolist() == [one.logprob.item() for one in alone]
 
 
-@here
-@pytest.mark.parametrize("vocab", [1, 128, 799])
+@interpreted_or_gpu
+@pytest.mark.parametrize("vocab", mark_slow_except((1,), [1, 128, 799]))
 def test_every_token_has_its_share_of_the_unit_interval(kernel, vocab):
     """Against fp64, at places all over the interval and at its ends."""
     count = 23
@@ -147,8 +144,8 @@ def test_every_token_has_its_share_of_the_unit_interval(kernel, vocab):
     assert token[0] == 0 and token[-1] == vocab - 1
 
 
-@here
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@interpreted_or_gpu
+@pytest.mark.parametrize("dtype", mark_slow_except((0,), DTYPES), ids=str)
 def test_the_floor_equals_that_of_a_sort(kernel, dtype):
     logits = randn(4, VOCAB, dtype=dtype) * 5
     logits[:, 100:200] = logits[:, 99:100]  # ties
@@ -167,7 +164,7 @@ def test_the_floor_equals_that_of_a_sort(kernel, dtype):
         assert torch.equal(kept(floor[:, None]), kept(ordered.gather(1, index)))
 
 
-@here
+@interpreted_or_gpu
 def test_masked_tokens_are_never_sampled(kernel):
     """-inf for most tokens, and top_k above the number of the others: only these are sampled."""
     logits = torch.full((4, VOCAB), -INF, device=DEVICE)
@@ -182,8 +179,8 @@ def test_masked_tokens_are_never_sampled(kernel):
             assert torch.equal(logprob, -lse)
 
 
-@here
-@pytest.mark.parametrize("bad", [float("nan"), INF])
+@interpreted_or_gpu
+@pytest.mark.parametrize("bad", mark_slow_except((0,), [float("nan"), INF]))
 def test_a_row_that_is_not_finite_does_not_affect_others(sample, bad):
     samples, logits = members(PARAMS[4:], 6), randn(6, VOCAB)
     clean = sample(logits, make_sampling_metadata(samples))
@@ -194,7 +191,7 @@ def test_a_row_that_is_not_finite_does_not_affect_others(sample, bad):
     assert torch.equal(out.token[1::2], clean.token[1::2]) and out.logprob[1::2].isfinite().all()
 
 
-@here
+@interpreted_or_gpu
 def test_without_rows(kernel):
     nothing = torch.empty(0, device=DEVICE)
     drawn = kernel.draw(randn(0, 5), None, nothing, nothing.double())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.interpreted import inside, outside, run_inside
+from tests.interpreted import interpreted
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -23,12 +23,7 @@ def run(source, target, first, count, add):
     move[(1,)](source, target, first, count, 64, add)
 
 
-@outside
-def test_in_a_process_that_interprets():
-    run_inside(__file__)
-
-
-@inside
+@interpreted
 @pytest.mark.parametrize("add", [False, True])
 def test_masked_lanes_may_point_anywhere(add):
     source, target = torch.arange(50.0), torch.zeros(50)
@@ -36,7 +31,7 @@ def test_masked_lanes_may_point_anywhere(add):
     assert torch.equal(source, target)
 
 
-@inside
+@interpreted
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(
     "lengths, first, what", [((49, 50), 0, "read"), ((50, 50), -1, "read"), ((50, 49), 0, None)]
@@ -48,7 +43,7 @@ def test_one_lane_out_of_bounds_is_reported_even_inside_an_allocation(lengths, f
         run(source, target, first, 50, add)
 
 
-@inside
+@interpreted
 def test_gaps_of_a_view_may_be_read_but_not_memory_after_it():
     """Columns of a matrix: the kernel may read up to the last of them."""
     source, target = torch.zeros(9, 8), torch.zeros(64)
@@ -57,7 +52,7 @@ def test_gaps_of_a_view_may_be_read_but_not_memory_after_it():
         run(source[:, 2], target, 4, 63, False)
 
 
-@inside
+@interpreted
 def test_without_tensors_nothing_may_be_read():
     with pytest.raises(Exception, match="64 of 64 lanes read outside"):
         run(torch.zeros(0), torch.zeros(64), 0, 64, False)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.interpreted import inside, outside, run_inside
+from tests.interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -19,12 +19,7 @@ def test_a_ring_visits_every_line_once():
     assert sorted(seen) == list(range(63))
 
 
-@outside
-def test_chases():
-    run_inside(__file__)
-
-
-@inside
+@interpreted
 def test_interpreted_hops_follow_the_ring():
     from onchip.kernels.triton.chase import LINE, chase, make_ring
 

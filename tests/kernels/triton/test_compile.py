@@ -299,6 +299,7 @@ def test_sampling_fits_into_registers(launches, arch):
         assert not re.search(r"\b(STL|LDL)\b", sass), kernel.fn.__name__
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_stacks_of_states_are_read_sixteen_bytes_at_a_time(launches, arch):
     """As in a cascade: 1, 8 or 40 segments of a level, of all queries or of some."""
@@ -315,6 +316,7 @@ def test_stacks_of_states_are_read_sixteen_bytes_at_a_time(launches, arch):
         assert not re.search(r"\b(STL|LDL)\b", _sass(compiled.asm["cubin"])), kwargs
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_states_of_rounds_are_read_sixteen_bytes_at_a_time(launches, arch):
     from onchip.kernels.triton.merge import fold

@@ -16,7 +16,7 @@ from onchip.fold import cascade
 from onchip.kernels.tiles import TritonConfig
 from onchip.kernels.triton import entry
 from onchip.quant.kv8 import dequantise
-from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
+from tests.interpreted import DEVICE, INTERPRETED, interpreted_or_gpu, mark_slow_except
 from tests.kv8 import FORMS, on_grid, quantise_pages
 
 pytest.importorskip("triton")
@@ -25,12 +25,6 @@ pytest.importorskip("triton")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GQA = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "head_dim_v": 24}
 LONG = 1 if INTERPRETED else 20  # on a GPU sequences are this much longer
-
-
-@outside
-@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_in_a_process_that_interprets(marked):
-    run_inside(__file__, "-m", marked)
 
 
 @pytest.fixture(autouse=True)
@@ -99,27 +93,27 @@ MIXED = [
 ]
 
 
-@here
+QUICK = (4, 5, 8, 10)  # cases of MIXED
+
+
+@interpreted_or_gpu
 @pytest.mark.parametrize("deterministic", (False, True))
-@pytest.mark.parametrize("case", MIXED)
+@pytest.mark.parametrize("case", mark_slow_except(QUICK, MIXED))
 def test_decode_verify_and_chunks_in_one_call(case, deterministic):
     *sizes, options = case
     judge(*sizes, {**options, "deterministic": deterministic})
 
 
-KV8 = [(case, FORMS[i % 2]) for i, case in enumerate(MIXED)]
-QUICK = [KV8[i] for i in (0, 4, 5, 7, 8, 10, 12)]  # interpreted, a case takes seconds
-KV8 = [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in KV8]
+KV8 = [(*case, FORMS[i % 2]) for i, case in enumerate(MIXED)]
 
 
-@here
-@pytest.mark.parametrize(("case", "form"), KV8)
-def test_pages_of_8_bits_keep_the_rule_of_the_queries(case, form):
-    *sizes, options = case
-    judge(*sizes, options, form)
+@interpreted_or_gpu
+@pytest.mark.parametrize("case", mark_slow_except((4, 5), KV8))
+def test_pages_of_8_bits_keep_the_rule_of_the_queries(case):
+    judge(*case)
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("batch", [33, pytest.param(300, marks=pytest.mark.slow)])
 def test_batches_of_every_bucket(batch):
     """Batches of more than 2,048 sequences run here on Hopper, too."""
@@ -131,20 +125,22 @@ GROUPS, PAGE_SIZES = (1, 3, 4, 8, 12), (1, 2, 16, 64, 256)
 PAIRS = [(g, PAGE_SIZES[(i + shift) % 5]) for i, g in enumerate(GROUPS) for shift in (0, 2)]
 
 
-@here
-@pytest.mark.parametrize(("group_size", "page_size"), PAIRS)
-def test_groups_and_page_sizes(group_size, page_size):
+@interpreted_or_gpu
+@pytest.mark.parametrize("pair", mark_slow_except((1, 8), PAIRS))
+def test_groups_and_page_sizes(pair):
+    group_size, page_size = pair
     judge([1, 2], [150 * LONG, 37], page_size, heads(group_size, 2), BF16, {})
 
 
-@here
-@pytest.mark.parametrize(("group_size", "page_size"), PAIRS[::2])
-def test_groups_and_page_sizes_of_8_bits(group_size, page_size):
+@interpreted_or_gpu
+@pytest.mark.parametrize("pair", mark_slow_except((1,), PAIRS[::2]))
+def test_groups_and_page_sizes_of_8_bits(pair):
+    group_size, page_size = pair
     form = FORMS[(group_size + page_size) % 2]
     judge([1, 2], [90 * LONG, 37], page_size, heads(group_size), FP16, {"sinks": True}, form)
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_scales_and_queries_of_very_different_magnitudes(form):
     """Keys and values of 2^-20 to 2^20, queries of 1e-3 and 1e6 in bf16: nothing falls below what
@@ -169,7 +165,7 @@ def test_scales_and_queries_of_very_different_magnitudes(form):
     torch.testing.assert_close(out.double().cpu(), want, rtol=2e-3, atol=close)
 
 
-@here
+@interpreted_or_gpu
 def test_an_odd_head_dim_of_8_bits_is_unsupported():
     _, packed, pages = paged(2, 1, [20, 5], 4, heads(2) | {"head_dim": 15})
     (k, v), scales = quantise_pages(*pages[:2], FORMS[0])
@@ -185,7 +181,7 @@ def paged(batch, seqlen_q, lengths, page_size, sizes, dtype=BF16):
     return packed.q.unflatten(0, (batch, seqlen_q)), packed, pages
 
 
-@here
+@interpreted_or_gpu
 def test_dense_queries_equal_packed_ones():
     q, packed, pages = paged(3, 2, [70, 5, 300], 16, GQA)
     call = {"return_lse": True, "kernel": "triton"}
@@ -197,7 +193,7 @@ def test_dense_queries_equal_packed_ones():
     assert torch.equal(lse.transpose(0, 1).flatten(1), flat_lse)
 
 
-@here
+@interpreted_or_gpu
 def test_fixed_splits_make_a_sequence_independent_of_its_batch():
     lengths, seqlens_q = [150 * LONG, 7, 90 * LONG], [1, 40, 3]
     packed = ot.make_packed(seqlens_q, lengths, dtype=BF16, device=DEVICE, **GQA)
@@ -217,7 +213,8 @@ def test_fixed_splits_make_a_sequence_independent_of_its_batch():
         assert torch.equal(together[rows], alone)
 
 
-@here
+@pytest.mark.slow
+@interpreted_or_gpu
 def test_fixed_splits_give_the_same_bits_for_every_page_size():
     packed = ot.make_packed([1, 3], [150 * LONG, 45], dtype=BF16, device=DEVICE, **GQA)
     results = []
@@ -232,7 +229,7 @@ def test_fixed_splits_give_the_same_bits_for_every_page_size():
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("causal", (True, False))
 def test_a_tree_of_drafts(causal):
     seqlen_q, lengths = 6, [6, 75, 6 + 130 * LONG]
@@ -253,7 +250,7 @@ def test_a_tree_of_drafts(causal):
         ot.assert_accurate(result, q[b : b + 1], k, v, mask=seen.to(DEVICE), **options)
 
 
-@here
+@interpreted_or_gpu
 def test_a_window_does_not_read_pages_before_it():
     """Entries before the window may be arbitrary, and their pages hold NaN."""
     packed = ot.make_packed([2], [333], dtype=BF16, device=DEVICE, **GQA)
@@ -272,7 +269,8 @@ def test_a_window_does_not_read_pages_before_it():
     assert torch.equal(left, expected)
 
 
-@here
+@pytest.mark.slow
+@interpreted_or_gpu
 def test_bad_values_give_wrong_rows_and_no_access_out_of_bounds():
     """The kernel clamps values to the tensors that a GPU cannot check without a synchronisation."""
     from onchip.core import paged as door
@@ -296,7 +294,7 @@ def test_bad_values_give_wrong_rows_and_no_access_out_of_bounds():
             entry.backend.forward(door.describe(call, options, longest), call)
 
 
-@here
+@interpreted_or_gpu
 def test_a_pool_without_pages_has_no_keys():
     none = torch.empty(0, 16, 2, 16, dtype=BF16, device=DEVICE)
     q = torch.randn(2, 1, 4, 16).to(DEVICE, BF16)
@@ -304,7 +302,7 @@ def test_a_pool_without_pages_has_no_keys():
     assert onchip.paged_attention(q, none, none, table, seqlens, kernel="triton").eq(0).all()
 
 
-@here
+@interpreted_or_gpu
 def test_strides_of_pages_and_page_table():
     """Pages with heads outside slots, keys and values interleaved, and a table that is a view."""
     q, _, (k_pages, v_pages, table, seqlens) = paged(2, 1, [100, 300], 16, heads(2, 2))
@@ -424,8 +422,10 @@ def states_of(own, parts):
     return outs, lses
 
 
-@here
-@pytest.mark.parametrize("counts", [[], [1], [3], [8], [16], [37], [2, 3], [1, 1, 5]])
+@interpreted_or_gpu
+@pytest.mark.parametrize(
+    "counts", mark_slow_except((0, 2, 7), [[], [1], [3], [8], [16], [37], [2, 3], [1, 1, 5]])
+)
 @pytest.mark.parametrize("tokens_first", [False, True])
 def test_stacks_of_states_merge_as_in_state_py(counts, tokens_first):
     from onchip.core.state import merge_out_lse
@@ -446,7 +446,7 @@ def test_stacks_of_states_merge_as_in_state_py(counts, tokens_first):
     assert merge(move(own), [*map(move, parts)], BF16)[0].dtype == BF16
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize(
     "spans", [[(0, 13)], [(5, 13), (0, 1)], [(0, 13), (2, 6), (12, 13), (4, 5)]]
 )
@@ -483,7 +483,7 @@ def test_states_of_some_tokens_fold_in_place_as_in_state_py(spans, head_dim_v):
     torch.testing.assert_close(afresh, want, rtol=1e-5, atol=1e-6)
 
 
-@here
+@interpreted_or_gpu
 def test_rows_that_are_not_in_a_stack_do_not_change():
     """A stack of NaN states with rows for two queries: the other queries keep their own state."""
     from onchip.kernels.triton.merge import merge
@@ -499,7 +499,7 @@ def test_rows_that_are_not_in_a_stack_do_not_change():
     assert out[~kept].isnan().all() and lse[:, ~kept].isnan().all()
 
 
-@here
+@interpreted_or_gpu
 def test_a_cascade_of_segments():
     """Pairs that share 4 and 2 pages, read once and in four segments, only by these kernels."""
     q, _, (k_pages, v_pages, table, seqlens) = paged(4, 1, [77, 70, 45, 41], 16, GQA, FP32)

@@ -1,11 +1,6 @@
-"""The portable kernels, executed on the CPU by Triton's interpreter and judged by fp64.
-
-Interpreting and compiling cannot share a process: without TRITON_INTERPRET=1 this file runs itself
-in one that has it.
-"""
+"""The portable kernels, executed on the CPU by Triton's interpreter and judged by fp64."""
 
 import math
-import os
 from collections import Counter
 
 import pytest
@@ -17,11 +12,10 @@ import onchip.testing as ot
 from onchip import masks
 from onchip.kernels.tiles import TritonConfig
 from tests import random_problems
-from tests.interpreted import INTERPRETED, inside, outside, run_inside
+from tests.interpreted import INTERPRETED, interpreted, mark_slow_except
 
 pytest.importorskip("triton")
 
-PARTS = 2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GROUPS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "head_dim_v": 24}
 GQA = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "head_dim_v": 24}
@@ -33,18 +27,6 @@ DOCUMENT = masks.document(
     torch.tensor([0, 100, 100, 145, 290], dtype=torch.int32),
 )
 DROPOUT = {"dropout_p": 0.3, "dropout_seed": 2**40 + 17}
-
-
-@outside
-@pytest.mark.parametrize("part", range(PARTS))
-def test_in_a_process_that_interprets(part):
-    run_inside(__file__, INTERPRETED_PART=str(part))
-
-
-def part_of(cases):
-    """This process's share of the cases."""
-    part = os.environ.get("INTERPRETED_PART")
-    return cases if part is None else cases[int(part) :: PARTS]
 
 
 @pytest.fixture(autouse=True)
@@ -124,8 +106,8 @@ DENSE = [
 ]
 
 
-@inside
-@pytest.mark.parametrize("case", part_of(DENSE))
+@interpreted
+@pytest.mark.parametrize("case", mark_slow_except((3, 5, 7, 14, 19, 27), DENSE))
 def test_dense(case):
     _judge(*case)
 
@@ -139,8 +121,8 @@ PACKED = [
 ]
 
 
-@inside
-@pytest.mark.parametrize("case", part_of(PACKED))
+@interpreted
+@pytest.mark.parametrize("case", mark_slow_except((0, 1), PACKED))
 def test_packed(case):
     seqlens_q, seqlens_k, sizes, dtype, options = case
     packed = ot.make_packed(seqlens_q, seqlens_k, dtype=dtype, **sizes)
@@ -159,9 +141,9 @@ FEW = [
 ]
 
 
-@inside
+@interpreted
 @pytest.mark.parametrize("deterministic", (False, True))
-@pytest.mark.parametrize("case", part_of(FEW))
+@pytest.mark.parametrize("case", mark_slow_except((1, 2), FEW))
 def test_few_queries_split_over_programs(monkeypatch, case, deterministic):
     from onchip.kernels.triton import decode, launch
 
@@ -175,7 +157,8 @@ def test_few_queries_split_over_programs(monkeypatch, case, deterministic):
     ot.assert_accurate(attention, *packed[:3], **options)
 
 
-@inside
+@pytest.mark.slow
+@interpreted
 def test_fixed_splits_make_a_sequence_independent_of_its_batch():
     q, k, v = ot.make_qkv(3, 1, 700, num_heads=2, num_kv_heads=1, dtype=BF16)
     call = lambda *qkv: onchip.attention(*qkv, deterministic=True, kernel="triton")
@@ -183,15 +166,17 @@ def test_fixed_splits_make_a_sequence_independent_of_its_batch():
     assert torch.equal(together[1:2], alone)
 
 
-@inside
-@pytest.mark.parametrize("distribution", part_of(ot.DISTRIBUTIONS))
+@interpreted
+@pytest.mark.parametrize("distribution", mark_slow_except((1,), ot.DISTRIBUTIONS))
 def test_distributions(distribution):
     sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "distribution": distribution}
     _judge((70, 90), sizes, BF16, {"causal": True, "sinks": True})
 
 
-@inside
-@pytest.mark.parametrize("seed", part_of((0, -3, 2**62 + 5, torch.tensor(2**33 + 1))))
+@interpreted
+@pytest.mark.parametrize(
+    "seed", mark_slow_except((1,), (0, -3, 2**62 + 5, torch.tensor(2**33 + 1)))
+)
 def test_dropout_equals_the_contract(seed):
     q, k, _ = ot.make_qkv(2, 40, 70, num_heads=3, num_kv_heads=1, head_dim=8)
     v = torch.eye(70).view(1, 70, 1, 70).expand(2, -1, -1, -1)
@@ -206,8 +191,8 @@ def _run(attention, q, k, v, dout: Tensor) -> list[Tensor]:
     return [out, lse, *torch.autograd.grad(out, leaves, dout)]
 
 
-@inside
-@pytest.mark.parametrize("dtype", part_of((BF16, FP32)))
+@interpreted
+@pytest.mark.parametrize("dtype", mark_slow_except((1,), (BF16, FP32)))
 def test_nan_in_a_neighbouring_sequence(dtype):
     packed = ot.make_packed([33, 20, 47], [40, 21, 47], dtype=dtype, head_dim=16)
     options = packed.options | {"causal": True, "return_lse": True, "kernel": "triton"}
@@ -223,8 +208,8 @@ def test_nan_in_a_neighbouring_sequence(dtype):
         assert torch.equal(a[at], b[at]), name
 
 
-@inside
-@pytest.mark.parametrize("dtype", part_of((BF16, FP32)))
+@interpreted
+@pytest.mark.parametrize("dtype", mark_slow_except((0,), (BF16, FP32)))
 def test_nan_in_a_block_that_no_row_sees(dtype):
     mask = masks.mod(lambda b, h, q, k: k // 128 != 1)
     q, k, v = ot.make_qkv(1, 20, 300, num_heads=1, head_dim=16, dtype=dtype)
@@ -235,7 +220,7 @@ def test_nan_in_a_block_that_no_row_sees(dtype):
     assert all(map(torch.equal, clean, _run(attention, q, k, v, dout)))
 
 
-@inside
+@interpreted
 def test_bad_offsets_give_wrong_rows_and_no_access_out_of_bounds():
     """The kernels clamp offsets: a GPU cannot check them without a synchronisation."""
     from onchip.core.problem import Options, Tensors, describe
@@ -249,8 +234,8 @@ def test_bad_offsets_give_wrong_rows_and_no_access_out_of_bounds():
     backend.backward(problem, x, out.nan_to_num(), lse.nan_to_num(), torch.ones_like(out), None)
 
 
-@inside
-@pytest.mark.parametrize("tile", part_of([(16, 64), (64, 32), (128, 128), (32, 16)]))
+@interpreted
+@pytest.mark.parametrize("tile", mark_slow_except((1,), [(16, 64), (64, 32), (128, 128), (32, 16)]))
 def test_tiles_do_not_change_the_result(monkeypatch, tile):
     from onchip.kernels.triton import launch
 
@@ -260,8 +245,10 @@ def test_tiles_do_not_change_the_result(monkeypatch, tile):
     _judge((40, 70), GQA, FP32, options)
 
 
-@inside
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": MOD}, {"sinks": True}])
+@interpreted
+@pytest.mark.parametrize(
+    "options", mark_slow_except((1,), [{}, {"causal": True}, {"mask": MOD}, {"sinks": True}])
+)
 def test_rows_with_only_scores_of_minus_infinity(options):
     """In unmasked as well as in masked tiles: q.k of finite numbers overflows fp32."""
     q, k, v = ot.make_qkv(1, 70, head_dim=8)
@@ -281,9 +268,10 @@ def test_rows_with_only_scores_of_minus_infinity(options):
     assert all(g.isfinite().all() for g in grads) and grads[0][:, ::7].eq(0).all()
 
 
-@inside
-@pytest.mark.parametrize(("seed", "count"), [(1, 4), pytest.param(2, 24, marks=pytest.mark.slow)])
-def test_random_problems(seed, count):
+@interpreted
+@pytest.mark.parametrize("search", mark_slow_except((0,), [(1, 2), (1, 4), (2, 24)]))
+def test_random_problems(search):
+    seed, count = search
     counts = Counter()
     failures = list(random_problems.search(seed, range(count), counts, kernel="triton"))
     assert not failures, failures

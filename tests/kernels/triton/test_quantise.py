@@ -9,7 +9,7 @@ from onchip.core.problem import Options, Tensors, describe
 from onchip.quant import lse_shift, prepare, rotate, smooth_keys
 from onchip.quant.recipes import RECIPES
 from onchip.testing import make_qkv
-from tests.interpreted import DEVICE, here, outside, run_inside
+from tests.interpreted import DEVICE, interpreted_or_gpu
 
 pytest.importorskip("triton")
 from onchip.kernels.triton import quantise  # noqa: E402
@@ -25,11 +25,6 @@ DENSE = [
     ((1, 63, 111), {"head_dim": 192, "num_heads": 2, "num_kv_heads": 1, "head_dim_v": 256}),
 ]
 LENGTHS = [(129, 257), (0, 5), (1, 0), (63, 128)]  # queries and keys of packed sequences
-
-
-@outside
-def test_in_a_process_that_interprets():
-    run_inside(__file__)
 
 
 def _biased(q, k, v):
@@ -105,7 +100,7 @@ def _assert_same(found, codes, want, name):
     assert ((found - exact).abs() <= 1.01 * step).all(), name
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("precision", ["fp8", "int8", "int8_pv16"])
 @pytest.mark.parametrize("case", [*DENSE, "packed"], ids=str)
 def test_operands_equal_the_recipe(case, precision):
@@ -127,7 +122,7 @@ def test_operands_equal_the_recipe(case, precision):
     torch.testing.assert_close(shift * LN2, exact, rtol=1e-5, atol=1e-4)
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("case", [DENSE[2], "packed"], ids=str)
 def test_blocks_of_a_strip_equal_blocks_of_single_programs(case, monkeypatch):
     x, lengths = _packed() if case == "packed" else _dense(*case)
@@ -142,7 +137,7 @@ def test_blocks_of_a_strip_equal_blocks_of_single_programs(case, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@here
+@interpreted_or_gpu
 def test_a_mean_of_many_keys():
     """More than one part, the last of which is short."""
     k = torch.randn(1, 2500, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -153,7 +148,7 @@ def test_a_mean_of_many_keys():
     torch.testing.assert_close(got.view(1, 2, 64), want, rtol=1e-5, atol=1e-5)
 
 
-@here
+@interpreted_or_gpu
 def test_blocks_of_zeros_and_of_nan():
     """No division by zero; NaN stays in its block."""
     v = torch.zeros(1, 300, 1, 64, device=DEVICE, dtype=torch.bfloat16)

@@ -7,19 +7,14 @@ import torch
 
 from onchip.core import backend
 from onchip.kernels.triton import entry
-from tests.interpreted import DEVICE, here, outside, run_inside
+from tests.interpreted import DEVICE, interpreted_or_gpu
 
 pytest.importorskip("triton")
 
 SHAPES = [(1, 1, 1, 1), (2, 33, 3, 40), (63, 4, 64), (1, 17, 2, 256), (0, 2, 8), (2, 0, 2, 8)]
 
 
-@outside
-def test_in_a_process_that_interprets():
-    run_inside(__file__)
-
-
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_split(shape, dtype):
@@ -32,7 +27,7 @@ def test_split(shape, dtype):
     assert (left.abs() <= out.double().abs() * 2.0 ** (-2 * bits) + 2.0**-25).all()
 
 
-@here
+@interpreted_or_gpu
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("lse_too", [False, True])
 def test_the_share_of_a_residual(shape, lse_too):
@@ -46,7 +41,7 @@ def test_the_share_of_a_residual(shape, lse_too):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5 * shape[-1] ** 0.5)
 
 
-@here
+@interpreted_or_gpu
 def test_heads_of_a_larger_tensor():
     """As ranks that distribute heads pass them."""
     all_heads = torch.randn(3, 2, 17, 6, 32, generator=torch.Generator().manual_seed(2)).to(DEVICE)
