@@ -19,7 +19,7 @@ PACKAGE = Path(onchip.__file__).parent
 # and kernels/ are split. Every file of core/ is a package, and each kernel is one, which may import
 # the files that kernels share but no other kernel.
 _CALL = {"core.state", "core.problem", "core.backend", "masks"}
-_SHARED = {"kernels.tiles", "kernels.runtime", "kernels.unpack"}
+_SHARED = {"kernels.tiles", "kernels.runtime", "kernels.strips", "kernels.unpack"}
 _KERNEL = {*_CALL, *_SHARED, "core.machine", "cost", "quant"}
 ALLOWED = {
     "core.state": set(),
@@ -33,6 +33,7 @@ ALLOWED = {
     "core.derivatives": {"core.problem"},
     "core.flops": {"core.problem"},
     "kernels.tiles": {"core.problem"},
+    "kernels.strips": {"masks"},
     "kernels.unpack": set(),
     "kernels.runtime": {"core.problem"},
     "quant": {"core.state", "core.problem", "masks"},
@@ -67,6 +68,7 @@ ALLOWED = {
         *("core.extras", "core.files", "core.functional", "core.machine", "core.problem"),
         *("kvcache", "models", "parallel"),
     },
+    "server": {"core.extras", "core.problem", "engine", "models"},
     "integrations": {
         *("core.functional", "core.problem", "core.torch_op", "core.backend", "kernels.cpu"),
         *("masks", "models"),
@@ -101,7 +103,7 @@ ONLY_UNDER = {
     "transformers": ("models/interface.py", "integrations"),
     **dict.fromkeys(
         ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client"),
-        ("engine/server",),
+        ("server",),
     ),
 }
 # The decisions about pages and requests: tested without tensors, and no step waits for a device.

@@ -496,7 +496,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     try:
-        from onchip.engine.server import command
+        from onchip.server import command
     except ModuleNotFoundError as error:
         raise ValueError(f"serve needs {error.name}: {advise('serve')}") from None
     return command.serve(args)

@@ -284,7 +284,7 @@ def test_the_cost_of_a_stream_is_linear(tiny, monkeypatch):
     """List items read, tokens decoded and characters held back are bounded per token, whatever the
     length.
     """
-    reader_of = pytest.importorskip("onchip.engine.server.responses").DeltaReader
+    reader_of = pytest.importorskip("onchip.server.responses").DeltaReader
     params = SamplingParams(max_tokens=200, ignore_eos=True, logprobs=0, stop=["~" * 9])
     decoded, told, decode = 0, 0, ByteTokenizer.decode
 

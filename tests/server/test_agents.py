@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from onchip.engine.server.protocol import ChatRequest, CompletionRequest
 from onchip.engine.tokenizer import ByteTokenizer
+from onchip.server.protocol import ChatRequest, CompletionRequest
 
 openai = pytest.importorskip("openai")
 

@@ -7,10 +7,10 @@ import pytest
 
 from onchip.engine import workers
 from onchip.engine.request import Logprob
-from onchip.engine.server import codec
-from onchip.engine.server.codec import Codec, TokenText, text_offsets
-from onchip.engine.server.responses import ChoiceDelta, CompletionBuilder
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer
+from onchip.server import codec
+from onchip.server.codec import Codec, TokenText, text_offsets
+from onchip.server.responses import ChoiceDelta, CompletionBuilder
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from onchip.engine.server import bodies
-from onchip.engine.server.app import ServerOptions
-from onchip.engine.server.errors import APIError
-from onchip.engine.server.protocol import ChatRequest, CompletionRequest
+from onchip.server import bodies
+from onchip.server.app import ServerOptions
+from onchip.server.errors import APIError
+from onchip.server.protocol import ChatRequest, CompletionRequest
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 SCHEMAS = {COMPLETIONS: CompletionRequest, CHATS: ChatRequest}

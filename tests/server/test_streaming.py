@@ -8,13 +8,13 @@ import pytest
 
 from onchip.engine import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from onchip.engine.request import RequestMetrics
-from onchip.engine.server.codec import TokenText
-from onchip.engine.server.errors import APIError
-from onchip.engine.server.metrics import Metrics
-from onchip.engine.server.pending import EngineRequest
-from onchip.engine.server.responses import ChatBuilder, CompletionBuilder, DeltaReader
-from onchip.engine.server.service import Service
-from onchip.engine.server.streaming import AcceptedCall, FullResponse, SSEResponse
+from onchip.server.codec import TokenText
+from onchip.server.errors import APIError
+from onchip.server.metrics import Metrics
+from onchip.server.pending import EngineRequest
+from onchip.server.responses import ChatBuilder, CompletionBuilder, DeltaReader
+from onchip.server.service import Service
+from onchip.server.streaming import AcceptedCall, FullResponse, SSEResponse
 
 
 def test_a_choice_can_end_before_its_request(fake):

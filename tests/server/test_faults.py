@@ -175,7 +175,7 @@ class TestClients:
 
     @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux can tell")
     def test_a_stuck_reader_is_disconnected(self, serving, fake, until, monkeypatch):
-        monkeypatch.setattr("onchip.engine.server.run.STUCK_CLIENT_MS", 1000)
+        monkeypatch.setattr("onchip.server.run.STUCK_CLIENT_MS", 1000)
         engine = fake(step_s=0.001)
         body = json.dumps({**LONG, "n": 64, "logprobs": 2, "stream": True}).encode()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
@@ -338,7 +338,7 @@ class TestEngine:
             until(lambda: ask(url, "/ready")[0] == 200)
 
     def test_a_deadline_is_kept_while_a_step_hangs(self, serving, fake, ask, monkeypatch):
-        monkeypatch.setattr("onchip.engine.server.streaming.GRACE_S", 0.1)
+        monkeypatch.setattr("onchip.server.streaming.GRACE_S", 0.1)
         with serving(fake(step_s=1.0)) as (url, _):
             started = time.monotonic()
             assert ask(url, COMPLETIONS, {**LONG, "deadline_s": 0.1})[0] == 408

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from onchip.cli import commands
-from onchip.engine.server import command
-from onchip.engine.server.keys import Keyring
-from onchip.engine.server.protocol import ChatRequest, CompletionRequest
-from onchip.engine.server.run import Address
+from onchip.server import command
+from onchip.server.keys import Keyring
+from onchip.server.protocol import ChatRequest, CompletionRequest
+from onchip.server.run import Address
 
-TEXT = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"`([\w.-]+)`", TEXT))
 
 
@@ -57,8 +57,8 @@ def test_max_queue_is_bounded_by_the_engine(count):
 
 def test_nothing_else_of_the_engine_needs_the_server():
     """Offline engines and GPU code work without FastAPI."""
-    for path in (Path(commands.__file__).parent / "engine").glob("*.py"):
-        assert "engine.server" not in path.read_text(encoding="utf-8"), path
+    for path in (Path(commands.__file__).parents[1] / "engine").glob("*.py"):
+        assert "onchip.server" not in path.read_text(encoding="utf-8"), path
 
 
 def test_every_field_is_named():
