@@ -31,17 +31,17 @@ VARIED: dict[str, dict[str, tuple]] = {
         "q_stages": (1, 2),
         "pingpong": (False, True),
         "rescale": ("always", "moved", "stale"),
-        "under": (False, True),
-        "hold": (0, 2, 4, 8, 16, 24),
-        "numbered": (False, True),
-        "poly": (0, 8),
+        "rescale_under_qk": (False, True),
+        "delay_pv_wait": (0, 2, 4, 8, 16, 24),
+        "named_barriers": (False, True),
+        "emulated_exp2": (0, 8),
         "dynamic": (False, True),
     },
     "HopperBackwardConfig": {"q_stages": (2, 3, 4), "dout_stages": (1, 2, 3)},
     "HopperSplitConfig": {
         "b0_stages": (2, 3, 4),
         "b1_stages": (1, 2, 3),
-        "held": (False, True),
+        "own_in_registers": (False, True),
     },
     "TritonConfig": {
         "tile_m": (32, 64, 128),
@@ -84,7 +84,7 @@ def _low_precision_table(name: str, precision: str) -> Table:
     """Tiles of 8 bits are as wide as the blocks that share a scale, and consumers overlap one
     another: fields of tiles and of orders inside a consumer mean nothing there.
     """
-    fields = ("num_stages", "q_stages", "numbered", "dynamic")
+    fields = ("num_stages", "q_stages", "named_barriers", "dynamic")
     options = (("precision", precision),)
     return Table(name, "hopper", "forward", options=options, teams=True, fields=fields)
 

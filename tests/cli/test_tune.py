@@ -152,7 +152,7 @@ def test_rows_of_8_bits_vary_in_what_their_kernel_knows():
     rows = tune.candidates(Knob(table, 128), 1)
     assert {row.tile_n for row in rows.values()} == {128}
     assert {row.consumers for row in rows.values()} == {2, 3}
-    assert not any(name.startswith(("hold", "rescale", "pingpong")) for name in rows)
+    assert not any(name.startswith(("delay", "rescale", "pingpong")) for name in rows)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8", "int8_pv16"])

@@ -76,7 +76,9 @@ def test_which_kernels_serve():
     assert dispatch.plan(problem, HOPPER).kernel == "hopper"
     few = problem._replace(seqlen_q=1)
     assert dispatch.plan(few, HOPPER).kernel == "hopper"  # no other kernel serves it
-    with pytest.raises(UnsupportedError, match=r"hopper: needs a Hopper GPU .*'fp8' on the CPU"):
+    with pytest.raises(
+        UnsupportedError, match=r"hopper: needs a Hopper GPU .*'fp8' only on the CPU"
+    ):
         dispatch.plan(problem, AMPERE)
     with pytest.raises(UnsupportedError, match="hopper: in precision='fp8' has no softcap"):
         dispatch.plan(problem._replace(softcap=3.0), HOPPER)

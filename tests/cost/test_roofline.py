@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from onchip import cost
 from onchip.core.problem import Problem
 from onchip.cost import hardware
 from onchip.cost.hardware import H200
@@ -117,7 +118,7 @@ def test_the_limiting_unit():
     assert predict(make_problem(64, 1, 32, 128, 8192), H200, "triton").binds == "HBM"
     tiny = predict(make_problem(1, 16, 1, 64), H200, "triton")
     assert tiny.binds == "launch" and "launch needs 2.5 us" in str(tiny)
-    exact = predict(make_problem(4096, num_heads=16, dtype=torch.float32), H200, "triton")
+    exact = predict(cost.make_problem(4096, num_heads=16, dtype=torch.float32), H200, "triton")
     assert exact.binds == "fp32 lanes" and "fp32 lanes need" in str(exact)
 
 

@@ -104,7 +104,7 @@ def check_empty(one):
     assert len(one.cache.host_table.free_rows) == one.cache.max_seqs
     if one.tier:
         one.tier.synchronize()
-        assert not one.tier.families and one.tier.num_free == one.tier.capacity
+        assert not one.tier.groups and one.tier.num_free == one.tier.capacity
     assert not len(one._output_processor) and one._in_flight is None
 
 

@@ -407,13 +407,13 @@ class TestServing:
         own = cascade.AttendCall((q, *pages, *tables(64, 20)), {**options, "causal": True})
         rows = q.flatten(0, 1).expand(3, -1, -1, -1)
         level = cascade.AttendCall((rows, *pages, *tables(3, 171)), {**options, "causal": False})
-        return own.beside(80, second=False), level.beside(level_programs, second=True)
+        return own.on_partition(80, second=False), level.on_partition(level_programs, second=True)
 
     @staticmethod
     def serves(*calls):
         """Whether both would be served, without computing anything."""
-        return functional._run_at_once(
-            *[functional._pose_pages(*call.args, **call.options) for call in calls]
+        return functional._can_run_at_once(
+            *[functional._prepare_pages(*call.args, **call.options) for call in calls]
         )
 
     @pytest.fixture(autouse=True)
@@ -486,7 +486,7 @@ class TestServing:
         answer = lambda question, x, kernel: (
             made.append((question.problem, kernel)) or (x.q, x.q, None)
         )
-        monkeypatch.setattr(functional.library, "attend", answer)
+        monkeypatch.setattr(functional.torch_op, "attend", answer)
         own, level = self.calls()
         assert functional._attend_at_once(own, level) == [(own.args[0],) * 2, (level.args[0],) * 2]
         assert [problem.sm_partition for problem, _ in made] == [

@@ -261,7 +261,7 @@ def test_refusals_equal_those_of_attention():
 
 
 def test_invalid_recipes():
-    with pytest.raises(ValueError, match=r"p_scale=512 must lie in \(0, 448.0\]"):
+    with pytest.raises(ValueError, match=r"p_scale=512 must be in \(0, 448.0\]"):
         replace(FP8, p_scale=512)
     with pytest.raises(ValueError, match="tile_n=0 must be positive"):
         replace(FP8, tile_n=0)

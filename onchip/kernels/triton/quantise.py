@@ -17,7 +17,7 @@ blocks for each sequence and needs no sum over lengths.
 - v (PAD, 128): e4m3 with one scale per block; every 16 keys are permuted (`key_of`).
 
 Worked shape: batch 1, one head, 300 tokens: 3 blocks each of q, k and v; 1 part of the key sums.
-The kernel that reads them is hopper/forward8.py; its loop is taught in examples/versions/v3.py.
+The kernel that reads them is hopper/forward_8bit.py; its loop is taught in examples/versions/v3.py.
 """
 
 from functools import lru_cache

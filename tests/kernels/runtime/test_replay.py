@@ -131,16 +131,16 @@ def drawing_kernel():
 def test_a_replay_uses_the_counter_of_its_own_stream_or_graph(log, now):
     x, compute = tensors(), drawing_kernel()
     cached = cached_call(x)
-    replay = lambda: replay.replay_or_run(compute, cached, x, None)
+    again = lambda: replay.replay_or_run(compute, cached, x, None)
     for _ in range(3):
-        replay()
+        again()
     now.stream = 9
-    replay()
+    again()
     now.capturing = True
     for _ in range(2):
-        replay()
+        again()
     now.capturing = False
-    replay()
+    again()
     drawn = [addresses[0] for _, _, addresses in log]
     assert drawn == [addresses[2] for _, _, addresses in log]
     assert len(set(drawn[:4])) == 4 and drawn[4] == drawn[1] == counter(x.q.device).data_ptr()
@@ -153,7 +153,7 @@ def test_a_counter_pool_is_not_recorded_as_a_buffer(log, now):
     replay.replay_or_run(compute, cached, x, None)
     now.capturing = False
     replay.replay_or_run(compute, cached, x, None)
-    (recording,) = cached.known.values()
+    (recording,) = cached.cache.values()
     assert now.waits == 1 and len(recording.buffers) == 3
 
 
@@ -249,10 +249,10 @@ def test_calls_seen_once_do_not_block_other_recordings(log, compute):
     cached = cached_call(x)
     for kernel in map(str, range(3 * replay.MAX_RECORDINGS)):
         replay.replay_or_run(compute, cached, x, kernel)
-    assert len(cached.known) == replay.MAX_RECORDINGS and not log
+    assert len(cached.cache) == replay.MAX_RECORDINGS and not log
     for _ in range(3):
         replay.replay_or_run(compute, cached, x, "again and again")
-    assert len(cached.known) == replay.MAX_RECORDINGS and len(log) == 1
+    assert len(cached.cache) == replay.MAX_RECORDINGS and len(log) == 1
 
 
 def test_saved_tensors_may_have_another_layout(log):
