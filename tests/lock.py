@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PYTHONS = re.compile(r"^(cp31[123]|py3|py2\.py3|cp3\d+-abi3)")
 LEFT_OUT = {"torch"}
 HEAD = """\
-# Written by `make lock` from constraints.txt; see CONTRIBUTING.md for how to install from it.
+# Written by `make lock` from constraints.txt; see docs/dependencies.md for how to install from it.
 # torch is not here: install it first, from the index of your choice.
 """
 

@@ -10,7 +10,10 @@ from benchmarks import tables
 from onchip.cli import bench, commands
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 MEASURED = "benchmarks/results"  # empty until a benchmark has been run
 COMMAND = re.compile(
     r"(?<![\w./-])((?:make|onchip|python -m onchip|python -m benchmarks(?= ))\b(?: [^`#\n]+)?)"
@@ -87,8 +90,9 @@ def test_commands_exist(page):
 
 
 def test_named_tests_exist():
-    """Every `TEST=...` of CONTRIBUTING selects at least one test."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    """Every `TEST=...` of CONTRIBUTING and of the claims selects at least one test."""
+    pages = ROOT / "CONTRIBUTING.md", ROOT / "docs" / "claims.md"
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
     for path, _, words in re.findall(r"TEST=\"?(tests/[\w./]+)( -k (\w+))?", text):
         files = [ROOT / path] if path.endswith(".py") else sorted((ROOT / path).glob("test_*.py"))
         source = "".join(f.read_text(encoding="utf-8") for f in files)
@@ -109,8 +113,13 @@ def test_every_option_is_explained():
         assert set(tables.keyword_options(function)) <= explained
 
 
-def test_every_room_is_on_the_plan():
+def test_every_package_is_in_architecture():
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    packages = {p.stem for p in (ROOT / "onchip").iterdir() if p.suffix == ".py" or p.is_dir()}
+    words = set(re.findall(r"\w+", blocks(text, "text")[0][1]))
+    assert packages - {"__main__", "__pycache__"} <= words
+
+
+def test_contributing_is_short():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    rooms = {p.stem for p in (ROOT / "onchip").iterdir() if p.suffix == ".py" or p.is_dir()}
-    plan = set(re.findall(r"\w+", " ".join(code for _, code in blocks(text, "text"))))
-    assert rooms - {"__init__", "__main__", "__pycache__"} <= plan
+    assert len(text.splitlines()) <= 120

@@ -1,5 +1,5 @@
 """The public functions. Each one validates its arguments, describes the call as a Problem and
-passes it to `library.attend`.
+passes it to `torch_op.attend`.
 """
 
 from collections.abc import Callable, Sequence

@@ -124,14 +124,14 @@ def _with_wide_out(call: CachedCall) -> CachedCall:
 
 
 def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """protocol.split, in one launch on a GPU. out must be contiguous. Compiled code calls this as
+    """backend.split, in one launch on a GPU. out must be contiguous. Compiled code calls this as
     an op. Inlined, Inductor would cancel the round-trip to 16 bits and the residual would be zero.
     """
     return _residuals(out).split(out, dtype)
 
 
 def with_residual(dlse: Tensor | None, residual: Tensor, dout: Tensor) -> Tensor:
-    """protocol.with_residual, in one launch on a GPU."""
+    """backend.with_residual, in one launch on a GPU."""
     return _residuals(dout).with_residual(dlse, residual, dout)
 
 

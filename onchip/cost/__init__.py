@@ -3,6 +3,6 @@ device, and the choices (splits, shared prefixes) made by them.
 """
 
 from . import footprint, hardware, prefixes, roofline, splits
-from .question import make_problem
+from .sizes import make_problem
 
 __all__ = ["footprint", "hardware", "make_problem", "prefixes", "roofline", "splits"]

@@ -1,5 +1,5 @@
 """PTX that unpacks 32 bits of four 8-bit elements into fp16: $0 gets the two even elements of $2,
-$1 the two odd ones. Used by kernels/triton/kv8.py and kernels/hopper/words.py.
+$1 the two odd ones. Used by kernels/triton/kv8.py and kernels/hopper/dequant.py.
 """
 
 E4M3 = """{

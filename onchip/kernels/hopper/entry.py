@@ -2,7 +2,7 @@
 
 This file decides; it imports Triton at the first call that runs here:
 
-    precision "fp8", "int8" ...   launch8
+    precision "fp8", "int8" ...   launch_8bit
     few queries, many keys        launch_decode   the keys are split over programs
     everything else               launch          forward, and forward_into for a ring's rounds
     gradients                     launch_backward

@@ -1,7 +1,7 @@
 """Work counters on the device: the programs of a launch take their work indices from one.
 
-A counter is 0 before a launch, and the kernel resets it to 0 at its end (hopper/schedule.py): a
-separate memset would be another launch.
+A counter is 0 before a launch, and the kernel resets it to 0 at its end
+(hopper/tile_scheduler.py): a separate memset would be another launch.
 
 Two launches that share a counter must not overlap.
 - Launches of one stream do not overlap, except programmatic dependent launches, which therefore
@@ -54,7 +54,7 @@ class _CounterPool:
     """The counters of one device. Threads that race for a stream's counter get the same one."""
 
     def __init__(self, device: torch.device):
-        with _disable_current_modes():  # a recording must not see this allocation (see tapes.py)
+        with _disable_current_modes():  # a recording must not see this allocation (replay.py)
             self.counters = torch.zeros(SLOTS, COUNTER_INTS, dtype=torch.int32, device=device)
         torch.cuda.current_stream(device).synchronize()  # the zeros must be visible to all streams
         self._numbers = iter(range(SLOTS))

@@ -10,7 +10,7 @@ A call is recordable if
 - it runs no other torch operation than allocations and views;
 - every tensor of its launches is an argument, an allocation of the call, or a work counter
   (each replay takes its own counter);
-- its launches can be made raw (flat.py).
+- its launches can be made raw (raw_launch.py).
 Other calls always run their host code.
 
 A Recording holds no tensor and no address. A replay runs on the current stream, allocates where the

@@ -84,7 +84,7 @@ def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def with_residual(dlse: Tensor | None, residual: Tensor, dout: Tensor) -> Tensor:
-    """protocol.with_residual, in one launch."""
+    """backend.with_residual, in one launch."""
     from onchip.kernels.triton.residual import with_residual
 
     with on_device(dout):

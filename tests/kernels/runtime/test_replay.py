@@ -1,5 +1,5 @@
 """A replay repeats the recorded call and nothing else. The C launcher is a stand-in, except in the
-last tests; see also test_tapes_triton.py.
+last tests; see also test_replay_triton.py.
 """
 
 import gc
