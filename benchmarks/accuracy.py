@@ -22,7 +22,7 @@ from functools import cache, cached_property, partial
 import torch
 from torch import Tensor
 
-from benchmarks import accuracy_bars, cache_accuracy, delta_accuracy, exponentials, ring_ranks
+from benchmarks import accuracy_thresholds, cache_accuracy, delta_accuracy, exponentials, ring_ranks
 from benchmarks.accuracy_cases import (
     FAMILIES,
     GAPS,
@@ -51,7 +51,7 @@ from onchip.quant import recipes
 from onchip.quant.accumulator import Accumulator
 from onchip.testing import Oracle, max_error, oracle, rmse
 
-BARS = accuracy_bars.BARS
+BARS = accuracy_thresholds.BARS
 PARTS = ("forward", "sink", "long", "accumulator", "cache", "backward", "delta", "ring", "exp2")
 PUBLISHED, FORWARD = Shape(4, 2048, 2048, 128), Shape(4, 512, 2048, 128)
 SINK, BACKWARD = Shape(2, 256, 2048, 128), Shape(2, 1024, 1024, 64)

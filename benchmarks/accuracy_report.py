@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import delta_accuracy
-from benchmarks.accuracy_bars import BARS, select
+from benchmarks.accuracy_thresholds import BARS, select
 from benchmarks.accuracy_kernels import CAST, LABELS, OURS
 from benchmarks.memory_report import GREY, Sheet, Sheets, grid, print_sheets
 from benchmarks.ring_report import precision_sheet, sums_sheet

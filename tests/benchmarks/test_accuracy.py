@@ -18,7 +18,7 @@ import torch
 import onchip.testing as ot
 from benchmarks import (
     accuracy,
-    accuracy_bars,
+    accuracy_thresholds,
     accuracy_kernels,
     accuracy_report,
     exponentials,
@@ -286,7 +286,7 @@ class TestRows:
     def test_rows_are_measured(self, quick):
         """One of them, computed again by other means."""
         question = accuracy.Question("forward", FAMILIES["N(0,1)"], accuracy.QUICK, BF16)
-        row = next(r for r in quick.rows if accuracy_bars.select(
+        row = next(r for r in quick.rows if accuracy_thresholds.select(
             "forward", family="N(0,1)", dtype="bfloat16", kernel="unfused")(r))  # fmt: skip
         out, exact = ot.unfused(*question.inputs[:3]), ot.oracle(*question.inputs[:3]).out
         assert row["value"] == pytest.approx(float((out.double() - exact).square().mean().sqrt()))
@@ -325,10 +325,10 @@ class TestBars:
     SINK = "P in e4m3, all else exact: relative RMSE with a sink"
 
     def bar(self, name):
-        return next(bar for bar in accuracy_bars.BARS if bar.name == name)
+        return next(bar for bar in accuracy_thresholds.BARS if bar.name == name)
 
     def test_every_promise_has_a_bar(self):
-        asked = {bar.name: bar.at_most for bar in accuracy_bars.BARS}
+        asked = {bar.name: bar.at_most for bar in accuracy_thresholds.BARS}
         assert asked["fp8: RMSE on outliers"] == 9.1e-3
         assert asked["int8: RMSE on outliers"] == 5.5e-3
         assert asked["int8_pv16: RMSE on outliers"] == 2e-3
@@ -375,7 +375,7 @@ class TestCommitted:
     MISSED = ("fp8: relative RMSE with a sink", "int8: relative RMSE with a sink")
 
     def test_bars(self, committed):
-        verdicts = judge(committed, accuracy_bars.BARS)
+        verdicts = judge(committed, accuracy_thresholds.BARS)
         assert tuple(v.bar.name for v in verdicts if not v.ok) == self.MISSED
         assert all(v.measured is not None for v in verdicts)
 
