@@ -1,8 +1,8 @@
 """`python -m benchmarks paper`: published figures about attention's bytes, predicted and measured.
 
-The papers run one head at a time on the CPU, with ledgers that count every byte over the HBM
-boundary; times are those of this machine. On a GPU with NVIDIA's profiler the counters of the
-hardware stand beside the prediction for our own kernel. paper_claims.py has the figures.
+The published kernels run one head at a time on the CPU, with ledgers that count every byte over the
+HBM boundary; times are of this machine. On a GPU with NVIDIA's profiler the hardware counters are
+compared with the prediction for our own kernel. The figures are in paper_claims.py.
 """
 
 import time
@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks import counters
-from benchmarks.paper_claims import Claim, claims, verdict
-from onchip.cli.bench.harness import Bar, Case, Refused, Row, Session
+from benchmarks.paper_claims import PaperClaim, claims, verdict
+from onchip.cli.bench.harness import Case, Row, RowRefused, Session, Threshold
 from onchip.cost import make_problem
 
 PARTS = ("claims", "counters")
 # 16k tokens, 2,048 of hidden size; from 4,096 on keys and values of the heads at work fit the L2.
 COUNTED = tuple(
-    counters.Call(16384 // n, n, 2048 // d, d, causal)
+    counters.CountedCall(16384 // n, n, 2048 // d, d, causal)
     for d in (64, 128)
     for n in (4096, 16384)
     for causal in (False, True)
@@ -45,7 +45,7 @@ def _steps(session: Session) -> Iterator[tuple[str, Callable[[], Row]]]:
             yield f"counters, {call.seqlen}", lambda i=i: counter_row(i)
 
 
-def claim_row(claim: Claim) -> Row:
+def claim_row(claim: PaperClaim) -> Row:
     """`value` is what was measured here, else what was predicted."""
     measured = claim.measure() if claim.measure else None
     value = claim.predicted if measured is None else measured
@@ -72,7 +72,7 @@ def counter_row(which: int) -> Row:
     try:
         found = sum(kernel.hbm_bytes for kernel in counters.count(COUNTED)[which])
     except ValueError as error:
-        raise Refused(str(error)) from error
+        raise RowRefused(str(error)) from error
     mask = "causal" if call.causal else "none"
     case = Case("counters", mask, asked.dtype, call.head_dim, call.seqlen, call.batch)
     gap = found / asked.min_bytes - 1
@@ -98,15 +98,15 @@ def gap(rows: list[Row]) -> float:
     return max(100 * abs(row["measured"] / row["predicted"] - 1) for row in rows)
 
 
-BARS = (
-    Bar(
+THRESHOLDS = (
+    Threshold(
         "ledgers are as predicted, within",
         lambda row: bool(row.get("exact")) and row["measured"] is not None,
         at_most=1e-9,
         measure=gap,
         unit="%",
     ),
-    Bar(
+    Threshold(
         "traffic of our kernels by the counters, within",
         lambda row: row["bench"] == "counters",
         at_most=5.0,
@@ -114,5 +114,5 @@ BARS = (
         unit="%",
         optional=True,
     ),
-    Bar("all of it", lambda row: row["bench"] == "elapsed", at_most=SECONDS),
+    Threshold("all of it", lambda row: row["bench"] == "elapsed", at_most=SECONDS),
 )

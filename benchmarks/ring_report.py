@@ -97,7 +97,7 @@ def _layout(row: Row) -> str:
 
 
 def memory_sheet(rows: list[Row]) -> Sheet:
-    """Contexts down, devices across: bytes on a device, or how the context is cut and lies."""
+    """Contexts down, devices across: bytes on a device, or the cut and layout of the context."""
     chosen = [r for r in _rows(rows, "ring") if _layout(r) == "zigzag"]
     line = lambda r: (count_of(r["seqlen"]), r["pass"])
     columns, body = _grid(chosen, line, _devices, _memory)
@@ -247,7 +247,7 @@ WIDTH = 64  # columns of a trace
 
 
 def trace_lines(row: Row) -> list[str]:
-    """What the ranks did over time: = a message is in flight beside kernels, w it is waited for."""
+    """The ranks over time: = a message is in flight during kernels, w a rank waits for it."""
     last = max(there for trace in row["traces"] for *_, there in trace)
     at = lambda ms: min(WIDTH - 1, int(WIDTH * ms / last))
     lines = []
@@ -296,7 +296,7 @@ TITLES = {
 
 
 def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> None:
-    """The tables, what was assumed; the timeline, drawn if asked."""
+    """Print the tables and the assumptions; draw the timeline if a picture is given."""
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
     print_sheets(console, rows, SHEETS, TITLES)
     for doubt in dict.fromkeys(doubt for row in rows for doubt in row.get("doubts", ())):

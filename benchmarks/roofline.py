@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from onchip.cli.bench.harness import Bar, Case, Refused, Row, Session
+from onchip.cli.bench.harness import Case, Row, RowRefused, Session, Threshold
 from onchip.cost import make_problem, roofline
 from onchip.cost.hardware import H200
 
@@ -26,7 +26,7 @@ def run(session: Session) -> None:
     cells = [row for row in measured() if row["bench"] in chosen]
     session.run((row["bench"], lambda row=row: predicted(row)) for row in cells)
     if not cells:
-        raise Refused(f"there are no measurements in {RESULTS}: run this from a source tree")
+        raise RowRefused(f"there are no measurements in {RESULTS}: run this from a source tree")
 
 
 def measured() -> Iterator[Row]:
@@ -72,8 +72,8 @@ def gap(row: Row) -> float:
     return 100 * (1 / row["ratio"] - 1)
 
 
-BARS = tuple(
-    Bar(
+THRESHOLDS = tuple(
+    Threshold(
         f"{part}: the worst cell is predicted within",
         lambda row, part=part: row["bench"] == part,
         at_most=BAR,

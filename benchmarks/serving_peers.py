@@ -22,8 +22,8 @@ Generate = Callable[[Any, Workload], float]  # seconds, from the first request t
 def tokens_per_s(
     session: Session, fields: dict[str, Any], workload: Workload, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Tokens that were asked for, a second, by the way they are batched; a way that fails, or all
-    if there is no transformers, is left out with a sentence.
+    """Requested tokens a second by batching method. A method that fails is left out with a
+    sentence; without transformers, all are.
     """
     try:
         model = build(fields, session.device, dtype)
@@ -58,7 +58,7 @@ def _rate(model: Any, generate: Generate, workload: Workload) -> float:
 
 
 def _drawn(most: int, **options: Any):
-    """As the engine draws: temperature alone, and no end before the length that was asked for."""
+    """The engine's sampling: temperature alone, and no end before the requested length."""
     from transformers import GenerationConfig
 
     return GenerationConfig(
@@ -90,8 +90,8 @@ def static(model: Any, workload: Workload) -> float:
 
 
 def continuous(model: Any, workload: Workload) -> float:
-    """Its own scheduler and paged cache, with room for all; every request its own length. The cache
-    is made and its graphs are recorded before the clock starts.
+    """Its own scheduler and paged cache with pages for all requests; every request has its own
+    length. The cache is allocated and its graphs are captured before the clock starts.
     """
     from transformers import ContinuousBatchingConfig
 

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what became of it: the requests of a serving benchmark."""
+"""The requests of a serving benchmark, and the measurements of a run."""
 
 import random
 import time
@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from onchip.cli.bench.harness import Refused
+from onchip.cli.bench.harness import RowRefused
 from onchip.engine import Engine, Request, SamplingParams
 from onchip.models import ModelConfig, num_parameters
 
 TEMPERATURE = 0.6
 WARM_UP_TOKENS = 32
-DRAWS = 64  # the width of the classes that steps are told apart by
+DRAWS = 64  # width of the classes of steps, in sampled tokens
 Asked = tuple[list[int], int]  # the token ids of a prompt, and how many are to follow
 
 
@@ -149,7 +149,7 @@ class Ran:
         }
 
     def _by_draws(self, steps: Sequence[float]) -> dict[str, float]:
-        """The median of steps that drew so many tokens, with or without prompts beside them."""
+        """The median of steps that sampled so many tokens, with or without prompt tokens."""
         totals = [0, *(sum(mark.counts) for mark in self.marks)]
         spent: dict[int, list[float]] = {}
         for before, after, step_s in zip(totals, totals[1:], steps, strict=False):
@@ -171,7 +171,7 @@ class Ran:
 
 
 def serve(engine: Engine, groups: Iterable[Workload]) -> Ran:
-    """All requests, one group after another. Refused if any of them fails."""
+    """All requests, one group after another. RowRefused if any of them fails."""
     groups = list(groups)
     whole = Workload(tuple(asked for group in groups for asked in group.asked))
     marks: list[Mark] = []
@@ -210,7 +210,7 @@ def _add_all(engine: Engine, workload: Workload) -> list[Request]:
         params = SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count)
         answer = engine.add(prompt, params, stream=False)
         if not isinstance(answer, Request):
-            raise Refused(f"a request was refused: {answer.reason}")
+            raise RowRefused(f"a request was refused: {answer.reason}")
         added.append(answer)
     return added
 
@@ -233,7 +233,7 @@ def _check(requests: Sequence[Request], workload: Workload) -> None:
     for request, (_, count) in zip(requests, workload.asked, strict=True):
         got = len(request.samples[0].token_ids)
         if request.error or got != count:
-            raise Refused(f"{request.request_id}: {got} of {count} tokens; {request.error=}")
+            raise RowRefused(f"{request.request_id}: {got} of {count} tokens; {request.error=}")
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float]:

@@ -49,7 +49,7 @@ def test_the_last_set_is_larger_than_every_cache_if_that_is_not_too_large(monkey
 
 
 def test_progress_runs_to_its_end(monkeypatch):
-    row = levels.Measured("L1", 16 << 10, 1e9, 0.0)
+    row = levels.LevelTiming("L1", 16 << 10, 1e9, 0.0)
     monkeypatch.setattr(levels, "cpu_levels", lambda: iter([row] * len(levels.cpu_sets())))
     told = []
     levels.measure(torch.device("cpu"), lambda title, done: told.append(done))

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import ring, ring_ranks, ring_report, ring_simulation, tables
 from onchip.cli import main
-from onchip.cli.bench.harness import Session, judge
+from onchip.cli.bench.harness import Session, check_thresholds
 from onchip.parallel.machines import LINKS, Fabric
 from onchip.parallel.simulate import RingStep
 
@@ -45,8 +45,8 @@ def test_the_committed_figures_are_what_the_code_computes(quick):
 
 
 @pytest.mark.parametrize("rows, least", [(COMMITTED, 2), (MEASURED, 2)])
-def test_the_committed_figures_reach_the_bars(rows, least):
-    verdicts = judge(rows, ring.BARS)
+def test_the_committed_figures_reach_the_thresholds(rows, least):
+    verdicts = check_thresholds(rows, ring.THRESHOLDS)
     assert len(verdicts) >= least and all(verdict.ok for verdict in verdicts)
 
 
@@ -78,8 +78,8 @@ def test_a_slow_link_is_slow(measured):
 
 
 def test_a_busy_machine_is_told(monkeypatch):
-    """Rows that others disturbed say so, and are judged by no bar."""
-    monkeypatch.setattr(ring_ranks, "QUICK_TOKENS", (4096,))  # shorter steps have no bar
+    """Rows that other processes disturbed are marked, and no threshold selects them."""
+    monkeypatch.setattr(ring_ranks, "QUICK_TOKENS", (4096,))  # shorter steps have no threshold
     part = {"seconds": dict.fromkeys(ring_ranks.JOBS, [1.0]), "messages": 1, "bytes": 1, "link": 0}
     ranks = [[part | {"trace": [[0.1, 0.2, 0.3]]}] * 6] * 2
     monkeypatch.setattr(ring_ranks, "run_processes", lambda *args, **options: ranks)
@@ -88,7 +88,7 @@ def test_a_busy_machine_is_told(monkeypatch):
         rows = ring_ranks.process_rows(quick=True)
         assert len(rows) == 6 and rows[0]["seqlen"] == 4096
         assert all(bool(row["doubts"]) != counts for row in rows)
-        assert len(judge(rows, ring_ranks.BARS)) == counts
+        assert len(check_thresholds(rows, ring_ranks.THRESHOLDS)) == counts
 
 
 def test_the_share_of_others_is_a_share():

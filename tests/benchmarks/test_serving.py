@@ -12,7 +12,7 @@ from benchmarks import serving
 from benchmarks import serving_report as report
 from benchmarks.workload import Mark, Ran, Roofline, Workload, serve, warm_up
 from onchip.cli import main
-from onchip.cli.bench.harness import Refused, Session, judge
+from onchip.cli.bench.harness import RowRefused, Session, check_thresholds
 from onchip.models import ModelConfig, num_parameters
 
 CPU = torch.device("cpu")
@@ -123,9 +123,9 @@ def test_a_request_that_fails_leaves_no_row():
     with tiny.llm(num_pages=200) as llm:
         with torch.no_grad():
             llm.engine.model.embed.fill_(float("nan"))
-        with pytest.raises(Refused, match="not finite"):
+        with pytest.raises(RowRefused, match="not finite"):
             serve(llm.engine, [tiny.workload])
-    with tiny.llm(num_pages=3) as llm, pytest.raises(Refused, match="refused"):
+    with tiny.llm(num_pages=3) as llm, pytest.raises(RowRefused, match="refused"):
         serve(llm.engine, [tiny.workload])
 
 
@@ -188,7 +188,7 @@ def test_a_new_process_is_ready(tiny):
 
 def test_a_process_that_fails_is_no_row(tiny, monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")
-    with pytest.raises(Refused, match="ended with 1"):
+    with pytest.raises(RowRefused, match="ended with 1"):
         serving.ready(tiny)
 
 
@@ -218,15 +218,17 @@ def test_a_crowd_is_answered_client_by_client():
     assert load.startswith("20 clients, ")
 
 
-def test_the_bars_are_those_of_the_issue():
+def test_the_thresholds_are_the_required_ones():
     row = lambda bench, kernel, value, **more: {
         "bench": bench, "mask": "qwen3-0.6b", "kernel": kernel, "value": value, "unit": "", **more
     }  # fmt: skip
     good = [row("throughput", "onchip", 22_001.0), row("ready", "onchip", 19.0)]
     bad = [row("throughput", "onchip", 21_999.0), row("ready", "onchip", 21.0)]
     capped = [row("capped", "auto", 1.0, lost=lost) for lost in (34.0, 36.0)]
-    assert [v.ok for v in judge([*good, capped[0]], serving.BARS)] == [True, True, True]
-    assert [v.ok for v in judge([*bad, capped[1]], serving.BARS)] == [False, False, False]
+    verdicts = check_thresholds([*good, capped[0]], serving.THRESHOLDS)
+    assert [v.ok for v in verdicts] == [True, True, True]
+    verdicts = check_thresholds([*bad, capped[1]], serving.THRESHOLDS)
+    assert [v.ok for v in verdicts] == [False, False, False]
 
 
 def test_rows_become_tables_and_a_picture(tiny, tmp_path, capsys):

@@ -1,5 +1,5 @@
 """`python -m benchmarks train` at toy size: the same model for everybody, rows that say who was
-faster, and curves that are judged by how far two backends of torch come apart.
+faster, and curves that are compared with the distance of two torch backends.
 """
 
 import json
@@ -13,8 +13,8 @@ from benchmarks import curves, train, train_report
 from benchmarks.trainer import Trainer
 from onchip.cli import main
 from onchip.cli.bench import gpu
-from onchip.cli.bench.gpu import Race
-from onchip.cli.bench.harness import Inaccurate, Session, judge
+from onchip.cli.bench.gpu import Timing
+from onchip.cli.bench.harness import Inaccurate, Session, check_thresholds
 from onchip.models import ModelConfig, num_parameters
 
 CPU = torch.device("cpu")
@@ -150,11 +150,11 @@ def test_flops_are_six_a_weight_and_twelve_a_pair():
 
 
 def test_a_row_is_ours_against_the_best(monkeypatch):
-    race = Race({"onchip": [100.0] * 4, "slow": [300.0] * 4, "fast": [110.0] * 4}, 1.03, 3)
+    timing = Timing({"onchip": [100.0] * 4, "slow": [300.0] * 4, "fast": [110.0] * 4}, 1.03, 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     case = train._case("llama", train.at_length(train.TOY_LLAMA, 64), 64, 2)
     session = Session(device=torch.device("cuda"))
-    row = train._row(session, case, race, 1000, 98.95e12 / 2, ["slow", "fast", "absent"])
+    row = train._row(session, case, timing, 1000, 98.95e12 / 2, ["slow", "fast", "absent"])
     assert row["value"] == 10_000 and row["best_peer"] == "fast"
     assert row["ratio"] == pytest.approx(1.1) and row["mfu"]["onchip"] == pytest.approx(0.5)
     assert row["doubts"] == ["its A/A control is off by 3.0%"]
@@ -162,14 +162,15 @@ def test_a_row_is_ours_against_the_best(monkeypatch):
     assert len(heads) == len(line) and line[0] == "Llama 1.1B" and line[4] == "50%"
 
 
-def test_the_bars_are_those_of_the_issue():
+def test_the_thresholds_are_the_required_ones():
     def row(mask, n, ratio, bench="train"):
         columns = {"bench": bench, "mask": mask, "seqlen": n, "ratio": ratio, "unit": "x"}
         return columns | {"band": (ratio - 0.001, ratio + 0.001), "value": 0.0}
 
     rows = [row("llama", 2048, 0.985), row("llama", 16384, 1.03), row("llama", 32768, 1.04)]
     rows += [row("bert", 512, 1.9, "train padded"), row("gpt2", 1024, 0.5, "train curves")]
-    assert [v.ok for v in judge(rows, train.BARS)] == [False, True, False, True, False]
+    verdicts = check_thresholds(rows, train.THRESHOLDS)
+    assert [v.ok for v in verdicts] == [False, True, False, True, False]
 
 
 def test_curves_are_compared_with_those_of_the_first_backend():

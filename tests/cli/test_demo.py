@@ -102,7 +102,7 @@ def test_lengths_that_would_take_too_long_are_left_out(monkeypatch):
     report.page(found)
 
 
-def test_the_judge_is_exact_attention():
+def test_the_check_is_exact_attention():
     q, k, v = (torch.randn(1, 37, 2, 8) for _ in range(3))
     rows = torch.tensor([0, 5, 36])
     exact = demo.exact_rows(q, k, v, rows, causal(37).visible(rows))

@@ -71,7 +71,8 @@ def test_first_calls_are_timed_and_refusals_left_out(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_memories_are_measured_and_nothing_compiles(monkeypatch, capsys):
-    rows = [levels.Measured("L1", 16384, 150e9, 0.0), levels.Measured("DRAM", 1 << 28, 6e9, None)]
+    timing = levels.LevelTiming
+    rows = [timing("L1", 16384, 150e9, 0.0), timing("DRAM", 1 << 28, 6e9, None)]
     monkeypatch.setattr(levels, "measure", lambda device, tell: rows)
     assert main(["doctor", "--measure"]) == 0
     out = capsys.readouterr().out

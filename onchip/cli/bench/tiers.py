@@ -21,7 +21,7 @@ from onchip.kvcache import HostTier, KVCache, NoRoom, Sequence, SequenceGroup, S
 from onchip.testing import oracle, rmse
 
 PROMPT = 50_000  # tokens of a prefix that is found again
-SWAPPED, LAYERS = 16_384, 32  # tokens and layers of a sequence that goes to the host
+SWAPPED, LAYERS = 16_384, 32  # tokens and layers of a sequence that is swapped out
 KV_HEADS, HEADS, HEAD_DIM = 8, 32, 128
 STREAMED = 1 << 20  # keys that stay in host memory
 LINK_BYTES = 1 << 28  # of one plain copy
@@ -102,7 +102,8 @@ class Swapper:
         self.link.copy_(self.host, non_blocking=True)
 
     def check(self) -> None:
-        """Inaccurate unless a sequence comes back as it left, from pages that were overwritten."""
+        """Raise Inaccurate unless a sequence returns unchanged, after its pages were overwritten.
+        """
         pages = self.cache.pages
         for t in (pages.k, pages.v):
             t.normal_()
