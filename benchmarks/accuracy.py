@@ -75,8 +75,8 @@ def run(session: Session) -> None:
     if session.only:
         session.where |= {"flags": f"--only {' '.join(session.only)}"}
     start = time.perf_counter()
-    asked = session.only or PARTS
-    steps = [step for part in PARTS if part in asked for step in STEPS[part](session)]
+    parts = session.only or PARTS
+    steps = [step for part in PARTS if part in parts for step in STEPS[part](session)]
     session.run([*steps, ("seconds", lambda: elapsed_row(start))])
 
 

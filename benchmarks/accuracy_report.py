@@ -99,10 +99,10 @@ def backward_sheet(rows: list[Row]) -> Sheet:
 
 def delta_sheet(rows: list[Row]) -> Sheet:
     """Families, kernels and precise_delta down: relative errors, and the mean error of delta."""
-    said = {False: "", True: "yes"}
+    precise = {False: "", True: "yes"}
     columns = ("value", "dk", "dv", "drift")
     chosen = sorted(_of(rows, "delta"), key=lambda r: FAMILIES.index(r["family"]))
-    line = lambda r: [r["family"], r["kernel"], said[r["precise_delta"]]]
+    line = lambda r: [r["family"], r["kernel"], precise[r["precise_delta"]]]
     body = [[*line(r), *(number(r[c]) for c in columns)] for r in chosen]
     heads = ["family", "kernel", "precise_delta", "dq", "dk", "dv", "mean error of delta"]
     return heads, _merged(body)
@@ -116,8 +116,8 @@ def cache_sheet(rows: list[Row]) -> Sheet:
         if r["bench"] == "cache":
             change, other = 100 * r["perplexity_change"], percent(r["other_top"])
             logits = (number(r[c]) for c in ("error", "largest_logit_error", "divergence"))
-            said = [r["kernel"], f"{r['token_bytes']:,}", f"{r['value']:.4f}", f"{change:+.4f}"]
-            body.append([*said, *logits, other])
+            cells = [r["kernel"], f"{r['token_bytes']:,}", f"{r['value']:.4f}", f"{change:+.4f}"]
+            body.append([*cells, *logits, other])
     return [*heads, "divergence, nats", "another likeliest byte, %"], body
 
 
@@ -137,8 +137,9 @@ def thresholds_sheet(rows: list[Row]) -> Sheet:
     body = []
     for v in check_thresholds(rows, THRESHOLDS):
         found = "no row" if v.measured is None else f"{v.measured:.3g} {v.unit}"
-        asked = f"at most {v.threshold.at_most:.3g} {v.unit}"
-        body.append([v.threshold.name, found.strip(), asked.strip(), "met" if v.ok else "missed"])
+        required = f"at most {v.threshold.at_most:.3g} {v.unit}"
+        verdict = "met" if v.ok else "missed"
+        body.append([v.threshold.name, found.strip(), required.strip(), verdict])
     return ["threshold", "measured", "required", ""], body
 
 

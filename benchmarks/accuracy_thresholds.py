@@ -14,8 +14,8 @@ CACHED = {"fp8": (0.2, 1.0), "int8": (0.05, 0.2)}
 
 def select(bench: str, **columns: object) -> Callable[[Row], bool]:
     """Selects rows of a bench by the values of columns."""
-    asked = {"bench": bench, **columns}
-    return lambda row: all(row.get(name) == value for name, value in asked.items())
+    selected = {"bench": bench, **columns}
+    return lambda row: all(row.get(name) == value for name, value in selected.items())
 
 
 def over(peer: str) -> Callable[[list[Row]], float]:

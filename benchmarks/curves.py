@@ -58,9 +58,9 @@ def row(case: Case, curves: dict[str, Curve]) -> Row:
     (_, ours), (base, yardstick), (other, theirs) = curves.items()
     value, peer = difference(ours, yardstick), difference(theirs, yardstick)
     ratio = peer / value if value else math.inf
-    told = {"peers": {f"{other} to {base}": peer}, "best_peer": f"{other} to {base}"}
+    peer_columns = {"peers": {f"{other} to {base}": peer}, "best_peer": f"{other} to {base}"}
     largest = {name: most(curve, yardstick) for name, curve in curves.items() if name != base}
-    return case.row("onchip", value, f"RMS to {base}", ratio=ratio, **told) | {
+    return case.row("onchip", value, f"RMS to {base}", ratio=ratio, **peer_columns) | {
         "largest": largest,
         "curves": {name: [round(x, 6) for x in curve] for name, curve in curves.items()},
     }

@@ -156,11 +156,11 @@ def family_rows(family: str, dtype: torch.dtype) -> list[Row]:
     rows = []
     for kernel, device, attend in kernels(dtype):
         for precise in (False, True):
-            given = inputs.to(torch.float64) if kernel == "rounding model" else inputs.to(device)
-            got = tuple(t.to(dtype) for t in gradients(attend(precise), given)[1:])
+            operands = inputs.to(torch.float64) if kernel == "rounding model" else inputs.to(device)
+            got = tuple(t.to(dtype) for t in gradients(attend(precise), operands)[1:])
             found = errors(got, exact) | {"drift": drift(got[0], exact[0], inputs.dout)}
-            told = {"family": family, "precise_delta": precise, "on": device, "tensor": "dq"}
-            rows.append(case.row(kernel, found.pop("dq"), "relative error", **told, **found))
+            columns = {"family": family, "precise_delta": precise, "on": device, "tensor": "dq"}
+            rows.append(case.row(kernel, found.pop("dq"), "relative error", **columns, **found))
     return rows
 
 

@@ -82,13 +82,13 @@ def measure(session: Session, case: Case) -> list[Row]:
     samples = {"normal": sets[0], "outlier": gpu.draw(case, session.device, "outlier")}
     check = LowPrecisionCheck(samples, pattern.visible)
     rivals = _rivals(session, case, sets, check)
-    told = {**pattern.options, "precision": session.precision, "kernel": "hopper"}
+    options = {**pattern.options, "precision": session.precision, "kernel": "hopper"}
     ours = {
         f"forward {session.precision}": Prepared(
-            "onchip", onchip.attention, sets, check, ours=True, prepare=partial(_ours, told)
+            "onchip", onchip.attention, sets, check, ours=True, prepare=partial(_ours, options)
         ),
         f"forward {session.precision} whole": GpuCandidate(
-            "onchip whole", partial(onchip.attention, **told), sets, check, ours=True
+            "onchip whole", partial(onchip.attention, **options), sets, check, ours=True
         ),
     }
     specs = [RowSpec(name, "hopper", candidate, rivals) for name, candidate in ours.items()]

@@ -19,7 +19,7 @@ ASSUMED = (
     " has the means of Alpaca (19 and 58) and sigma 1; uniform is 100 to 1,024 for both. A request"
     " of more than 2,048 tokens is drawn again: the mean output of chat is then 304.",
     "Arrivals are Poisson, 1.5 times what would fill every slot. A step gives every sequence that"
-    " runs a token; a prompt is stored when it is admitted. How long a step takes is not asked.",
+    " runs a token; a prompt is stored when it is admitted. How long a step takes is not selected.",
     "In per cent of the slots, averaged over time: used hold a token; reserved will hold one of the"
     " sequence that has them; internal never will; external are free, but not for the request at"
     " the head of the queue. Waste is all but the first.",
@@ -108,8 +108,8 @@ def claims_sheet(rows: list[Row]) -> Sheet:
 
 
 def _find(rows: list[Row], kernel: str, mask: str = "chat", gib: int = 40) -> Row:
-    asked = {"bench": "allocation", "kernel": kernel, "mask": mask, "gib": gib}
-    return next(row for row in rows if asked.items() <= row.items())
+    selected = {"bench": "allocation", "kernel": kernel, "mask": mask, "gib": gib}
+    return next(row for row in rows if selected.items() <= row.items())
 
 
 def _wastes(rows: list[Row], kernel: str) -> dict[str, list[float]]:
@@ -195,8 +195,8 @@ def _tutorial_claim(rows: list[Row]) -> MemoryClaim:
 
 def _savings(rows: list[Row], kernel: str, mask: str) -> list[float]:
     """In per cent, by width."""
-    asked = {"bench": "sharing", "kernel": kernel, "mask": mask}
-    return [row["value"] for row in rows if asked.items() <= row.items()]
+    selected = {"bench": "sharing", "kernel": kernel, "mask": mask}
+    return [row["value"] for row in rows if selected.items() <= row.items()]
 
 
 def _span(values: list[float]) -> str:

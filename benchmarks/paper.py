@@ -37,8 +37,8 @@ def _steps(session: Session) -> Iterator[tuple[str, Callable[[], Row]]]:
     if "claims" in parts:
         for claim in claims():
             slow = session.quick and claim.measure is not None and not claim.exact
-            asked = claim._replace(measure=None) if slow else claim
-            yield claim.what, lambda asked=asked: claim_row(asked)
+            shortened = claim._replace(measure=None) if slow else claim
+            yield claim.what, lambda shortened=shortened: claim_row(shortened)
     if "counters" in parts and torch.cuda.is_available():
         session.where["device"] = torch.cuda.get_device_name()
         for i, call in enumerate(COUNTED):
@@ -68,20 +68,20 @@ def counter_row(which: int) -> Row:
     """
     call = COUNTED[which]
     shape = {"batch": call.batch, "num_heads": call.num_heads, "head_dim": call.head_dim}
-    asked = make_problem(call.seqlen, dtype=torch.bfloat16, causal=call.causal, **shape)
+    problem = make_problem(call.seqlen, dtype=torch.bfloat16, causal=call.causal, **shape)
     try:
         found = sum(kernel.hbm_bytes for kernel in counters.count(COUNTED)[which])
     except ValueError as error:
         raise RowRefused(str(error)) from error
     mask = "causal" if call.causal else "none"
-    case = Case("counters", mask, asked.dtype, call.head_dim, call.seqlen, call.batch)
-    gap = found / asked.min_bytes - 1
+    case = Case("counters", mask, problem.dtype, call.head_dim, call.seqlen, call.batch)
+    gap = found / problem.min_bytes - 1
     return case.row(
         f"HBM traffic, ours, {call.seqlen:,} x {call.head_dim} {mask}",
         found / 1e9,
         "GB",
         published=None,
-        predicted=asked.min_bytes / 1e9,
+        predicted=problem.min_bytes / 1e9,
         measured=found / 1e9,
         exact=False,
         source="ncu",

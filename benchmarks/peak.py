@@ -76,15 +76,15 @@ class Rival:
     def bytes(self, case: Case, inputs: gpu.Inputs, device: torch.device) -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what torch keeps for later would not count as available
-        if self.law(case.seqlen) < 0.9 * available_bytes(device):
+        if self.extrapolate(case.seqlen) < 0.9 * available_bytes(device):
             try:
                 found, _ = peak_extra_bytes(call(standard, inputs, case.backward), device)
             except torch.OutOfMemoryError:
-                return self.law(case.seqlen)
+                return self.extrapolate(case.seqlen)
             self.measured[case.seqlen] = found or 0
-        return self.measured.get(case.seqlen) or self.law(case.seqlen)
+        return self.measured.get(case.seqlen) or self.extrapolate(case.seqlen)
 
-    def law(self, n: int) -> int:
+    def extrapolate(self, n: int) -> int:
         """What the longest measured length predicts; 0 before anything was measured."""
         longest = max(self.measured, default=0)
         return round(self.measured[longest] * (n / longest) ** 2) if longest else 0
@@ -100,8 +100,8 @@ def measure(session: Session, case: Case, rival: Rival) -> list[Row]:
     peers = {"standard": theirs / MB}
     ratio = theirs / ours if ours else None
     row = case.row(kernel, (ours or 0) / MB, "MB", peers=peers, best_peer="standard", ratio=ratio)
-    told = {"error": error, "peer_measured": case.seqlen in rival.measured, "doubts": []}
-    return [row | told]
+    columns = {"error": error, "peer_measured": case.seqlen in rival.measured, "doubts": []}
+    return [row | columns]
 
 
 def call(attend: Attend, inputs: gpu.Inputs, backward: bool) -> Callable[[], object]:
@@ -112,7 +112,9 @@ def call(attend: Attend, inputs: gpu.Inputs, backward: bool) -> Callable[[], obj
     return lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), inputs[3])
 
 
-def check_accuracy(attend: Attend, inputs: gpu.Inputs, backward: bool, pattern: str = "causal") -> float:
+def check_accuracy(
+    attend: Attend, inputs: gpu.Inputs, backward: bool, pattern: str = "causal"
+) -> float:
     """The RMSE of out at sampled rows; Inaccurate if they, or the gradients through them, break the
     accuracy rule.
     """

@@ -188,5 +188,5 @@ def chunks_row(cut: Cut, turns: int, backward: bool) -> Row:
     ms = {name: measured.ms(name) for name in captures}
     _, tokens, heads, dim = cut.whole[0].shape
     case = Case("chunks", "causal", torch.bfloat16, dim, tokens, 1, heads, backward)
-    told = {"kernels_alone": over("kernels"), "ms": ms, "control": measured.control}
-    return case.row("rounds", over("rounds"), "%", devices=SIZE, **told)
+    columns = {"kernels_alone": over("kernels"), "ms": ms, "control": measured.control}
+    return case.row("rounds", over("rounds"), "%", devices=SIZE, **columns)

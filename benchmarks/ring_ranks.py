@@ -99,9 +99,9 @@ def process_rows(quick: bool) -> list[Row]:
     ranks = run_processes(RANKS, measure_all, [*steps, *layouts], timeout_s=120.0)
     busy = max(before, busy_share())
     both = list(zip(*ranks, strict=True))  # measurements of the ranks by StepSpec
-    rows = [step_row(asked, parts) for asked, parts in zip(steps, both, strict=False)]
+    rows = [step_row(spec, parts) for spec, parts in zip(steps, both, strict=False)]
     rest = zip(layouts, both[len(steps) :], strict=True)
-    rows += [kernel_row(asked, parts) for asked, parts in rest]
+    rows += [kernel_row(spec, parts) for spec, parts in rest]
     doubts = [f"others used {100 * busy:.0f} % of the CPUs"] if busy > QUIET else []
     return [row | {"doubts": doubts} for row in rows]
 
@@ -122,15 +122,15 @@ def busy_share(seconds: float = 0.5) -> float:
     return 1 - idle / sum(spent) if sum(spent) else 0.0
 
 
-def step_row(asked: StepSpec, parts: Parts) -> Row:
+def step_row(spec: StepSpec, parts: Parts) -> Row:
     """Times are the least over rounds; the traces are from one extra round."""
     best = {name: 1e3 * _slower_rank([p["seconds"][name] for p in parts]) for name in JOBS}
-    return _case("step", asked).row(
-        asked.layout,
+    return _case("step", spec).row(
+        spec.layout,
         best["step"] / max(best["kernels"], best["messages"]),
         "x of the longer",
         devices=RANKS,
-        message_share=asked.message_share,
+        message_share=spec.message_share,
         link_ms=1e3 * max(part["link"] for part in parts),
         **{f"{name}_ms": ms for name, ms in best.items()},
         messages=parts[0]["messages"],
@@ -139,10 +139,10 @@ def step_row(asked: StepSpec, parts: Parts) -> Row:
     )
 
 
-def kernel_row(asked: StepSpec, parts: Parts) -> Row:
+def kernel_row(spec: StepSpec, parts: Parts) -> Row:
     times = [1e3 * min(part["seconds"]["kernels"]) for part in parts]
     value = max(times) * RANKS / sum(times)
-    row = _case("kernels", asked).row(asked.layout, value, "max/mean")
+    row = _case("kernels", spec).row(spec.layout, value, "max/mean")
     return row | {"devices": RANKS, "ranks_ms": times}
 
 
@@ -154,26 +154,26 @@ def _slower_rank(times: list[list[float]]) -> float:
 JOBS = ("step", "kernels", "messages")
 
 
-def measure_all(comm: Comm, asks: list[StepSpec]) -> list[dict[str, Any]]:
+def measure_all(comm: Comm, specs: list[StepSpec]) -> list[dict[str, Any]]:
     _own_core(comm.rank)
-    return [measure(comm, asked) for asked in asks]
+    return [measure(comm, spec) for spec in specs]
 
 
-def measure(comm: Comm, asked: StepSpec) -> dict[str, Any]:
+def measure(comm: Comm, spec: StepSpec) -> dict[str, Any]:
     """On every rank: the three jobs in turns, and the messages of a step."""
-    q, k, v, dout = _inputs(comm, asked)
+    q, k, v, dout = _inputs(comm, spec)
     counted = CountingComm(comm)
-    step = lambda comm: _step(comm, asked, q, k, v, dout)
+    step = lambda comm: _step(comm, spec, q, k, v, dout)
     step(counted)  # also the warm-up, and the agreement
     kernels = min(_timed(comm, lambda: step(NoTransferComm(comm))) for _ in range(3))
-    link = asked.message_share * kernels
+    link = spec.message_share * kernels
     if link:
         comm = cast(Comm, DelayedComm(comm, link))
     sent = [torch.zeros(2, e.bytes, dtype=torch.uint8) for e in counted.log if e.kind == "shift"]
     jobs = {"step": lambda: step(comm), "kernels": lambda: step(NoTransferComm(comm))}
     jobs["messages"] = lambda: [comm.shift(*rooms).wait() for rooms in sent]
     seconds = {name: [] for name in JOBS}
-    for _, name in product(range(asked.rounds), JOBS):
+    for _, name in product(range(spec.rounds), JOBS):
         seconds[name].append(_timed(comm, jobs[name]))
     start, trace = traced(comm, step)
     return {
@@ -202,18 +202,18 @@ def _own_core(rank: int) -> None:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
-def _inputs(comm: Comm, asked: StepSpec) -> tuple[Tensor, ...]:
-    layout, generator = as_layout(asked.layout, comm.size), torch.Generator().manual_seed(0)
-    whole = torch.randn(4, 1, asked.tokens, HEADS, HEAD_DIM, generator=generator)
+def _inputs(comm: Comm, spec: StepSpec) -> tuple[Tensor, ...]:
+    layout, generator = as_layout(spec.layout, comm.size), torch.Generator().manual_seed(0)
+    whole = torch.randn(4, 1, spec.tokens, HEADS, HEAD_DIM, generator=generator)
     q, k, v, dout = (layout.shard(t, comm.rank).clone() for t in whole)
-    return *(t.requires_grad_(asked.backward) for t in (q, k, v)), dout
+    return *(t.requires_grad_(spec.backward) for t in (q, k, v)), dout
 
 
-def _step(comm: Comm, asked: StepSpec, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+def _step(comm: Comm, spec: StepSpec, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
     out = attend(
-        q, k, v, comm, strategy="ring", layout=asked.layout, causal=True, seqlen=asked.tokens
+        q, k, v, comm, strategy="ring", layout=spec.layout, causal=True, seqlen=spec.tokens
     )
-    if asked.backward:
+    if spec.backward:
         torch.autograd.grad(out, (q, k, v), dout)
 
 
@@ -360,7 +360,7 @@ def _dk_terms(tokens: int, size: int) -> Iterator[Tensor]:
         yield softmax_scale * ds.T @ q_chunk
 
 
-def _case(bench: str, asked: StepSpec) -> Case:
-    way = "forward+backward" if asked.backward else "forward"
-    sizes = HEAD_DIM, asked.tokens, 1, HEADS
+def _case(bench: str, spec: StepSpec) -> Case:
+    way = "forward+backward" if spec.backward else "forward"
+    sizes = HEAD_DIM, spec.tokens, 1, HEADS
     return Case(bench, "causal", torch.float32, *sizes, way=way)

@@ -185,8 +185,8 @@ def _in_flight(traces: list[list[list[float]]]) -> str:
     """The share of the time of messages that a rank was not waiting for them."""
     spans = [span for trace in traces for span in trace]
     whole = sum(there - posted for posted, _, there in spans)
-    beside = sum(asked - posted for posted, asked, _ in spans)
-    return f"{100 * beside / whole:.0f} % beside kernels"
+    overlapped = sum(waited - posted for posted, waited, _ in spans)
+    return f"{100 * overlapped / whole:.0f} % during kernels"
 
 
 def work_sheet(rows: list[Row]) -> Sheet:
@@ -252,10 +252,10 @@ def trace_lines(row: Row) -> list[str]:
     at = lambda ms: min(WIDTH - 1, int(WIDTH * ms / last))
     lines = []
     for rank, trace in enumerate(row["traces"]):
-        for i, (posted, asked, there) in enumerate(trace):
+        for i, (posted, waited, there) in enumerate(trace):
             bar = ["."] * WIDTH
-            bar[at(posted) : at(asked)] = "=" * (at(asked) - at(posted))
-            bar[at(asked) : at(there) + 1] = "w" * (at(there) + 1 - at(asked))
+            bar[at(posted) : at(waited)] = "=" * (at(waited) - at(posted))
+            bar[at(waited) : at(there) + 1] = "w" * (at(there) + 1 - at(waited))
             span = f"{posted:7.1f} to {there:7.1f} ms"
             lines.append(f"rank {rank}, message {i}  {''.join(bar)}  {span}")
     return lines
@@ -302,7 +302,7 @@ def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> 
     for doubt in dict.fromkeys(doubt for row in rows for doubt in row.get("doubts", ())):
         say(f"* does not count: {doubt}")
     for row in _rows(rows, "step"):
-        say(f"{row['seqlen']:,} tokens, {row['pass']}: = in flight beside kernels, w waited for")
+        say(f"{row['seqlen']:,} tokens, {row['pass']}: = in flight during kernels, w waited for")
         for line in trace_lines(row):
             say(line)
     for sentence in ASSUMED if _rows(rows, "ring") else ():

@@ -43,15 +43,15 @@ def predicted(row: Row) -> Row:
     """
     backward, causal = row["pass"] == "backward", row["mask"] == "causal"
     shape = {name: row[name] for name in ("batch", "num_heads", "head_dim")}
-    asked = make_problem(row["seqlen"], dtype=torch.bfloat16, causal=causal, **shape)
-    asked = asked._replace(deterministic=row["bench"] == "deterministic")
-    found = roofline.predict(asked, H200, "hopper", backward)
+    problem = make_problem(row["seqlen"], dtype=torch.bfloat16, causal=causal, **shape)
+    problem = problem._replace(deterministic=row["bench"] == "deterministic")
+    found = roofline.predict(problem, H200, "hopper", backward)
     pairs = row["seqlen"] ** 2 / (2 if causal else 1)
     flops = 4 * row["batch"] * row["num_heads"] * pairs * row["head_dim"]
-    took_us = (roofline.backward_ratio(asked) if backward else 1) * flops / row["value"] / 1e6
+    took_us = (roofline.backward_ratio(problem) if backward else 1) * flops / row["value"] / 1e6
     took_us = row["value"] if row["unit"] == "us" else took_us
     case = Case(
-        row["bench"], row["mask"], asked.dtype, row["head_dim"], row["seqlen"], row["batch"],
+        row["bench"], row["mask"], problem.dtype, row["head_dim"], row["seqlen"], row["batch"],
         row["num_heads"], way=row["pass"],
     )  # fmt: skip
     return case.row(

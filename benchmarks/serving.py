@@ -74,8 +74,8 @@ PEER_REQUESTS, PEER_TOKENS = 128, 256  # a part of the workload that peers do in
 
 
 def _of(bench: str, mask: str, kernel: str) -> Callable[[Row], bool]:
-    asked = {"bench": bench, "mask": mask, "kernel": kernel}
-    return lambda row: asked.items() <= row.items()
+    selected = {"bench": bench, "mask": mask, "kernel": kernel}
+    return lambda row: selected.items() <= row.items()
 
 
 def _least(column: str) -> Callable[[list[Row]], float]:
@@ -165,7 +165,7 @@ class Setting:
         start = time.monotonic()
         ran = serve(llm.engine, groups)
         columns = self._columns(ran, llm) | self.session.watch(start)
-        row = self.case(bench, len(ran.workload.asked)).row(
+        row = self.case(bench, len(ran.workload.requests)).row(
             kernel, ran.tokens_per_s, "tokens/s", failed=0, **columns
         )
         self.session.say(sentence(row))
@@ -265,8 +265,8 @@ def capped(setting: Setting, way: str) -> list[Row]:
 def _capped_llm(setting: Setting, way: str) -> Iterator[LLM]:
     """An engine with few pages that preempts one way."""
     pages = setting.capped_pages
-    room = 0 if way == "recompute" else pages * setting.page_bytes / 2**30
-    with setting.llm(num_pages=pages, swap_space=room) as llm:
+    swap_gib = 0 if way == "recompute" else pages * setting.page_bytes / 2**30
+    with setting.llm(num_pages=pages, swap_space=swap_gib) as llm:
         if way == "swap":
             llm.engine.costs.link_bytes_per_s = math.inf
         yield llm

@@ -75,10 +75,10 @@ def _drawn(most: int, **options: Any):
 
 def static(model: Any, workload: Workload) -> float:
     """One batch, prompts padded on the left, until the longest output is done."""
-    longest = max(len(prompt) for prompt, _ in workload.asked)
+    longest = max(len(prompt) for prompt, _ in workload.requests)
     pad = lambda prompt, value: [value] * (longest - len(prompt))
-    ids = [pad(prompt, 0) + prompt for prompt, _ in workload.asked]
-    seen = [pad(prompt, 0) + [1] * len(prompt) for prompt, _ in workload.asked]
+    ids = [pad(prompt, 0) + prompt for prompt, _ in workload.requests]
+    seen = [pad(prompt, 0) + [1] * len(prompt) for prompt, _ in workload.requests]
     start = time.perf_counter()
     model.generate(
         input_ids=torch.tensor(ids, device=model.device),
@@ -95,14 +95,14 @@ def continuous(model: Any, workload: Workload) -> float:
     """
     from transformers import ContinuousBatchingConfig
 
-    blocks = sum(-(-(len(prompt) + n) // BLOCK) for prompt, n in workload.asked) + 16
+    blocks = sum(-(-(len(prompt) + n) // BLOCK) for prompt, n in workload.requests) + 16
     config = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=8192)
     options = {"generation_config": _drawn(workload.steps), "continuous_batching_config": config}
     with model.continuous_batching_context_manager(**options) as manager:
         start = time.perf_counter()
-        for prompt, count in workload.asked:
+        for prompt, count in workload.requests:
             manager.add_request(prompt, max_new_tokens=count)
-        for _ in workload.asked:
+        for _ in workload.requests:
             _check(manager.get_result(timeout=PATIENCE_S))
         return time.perf_counter() - start
 

@@ -105,7 +105,7 @@ def rate_of(workload: SimWorkload, slots: int, load: float, seed: int) -> float:
 class Holding:
     """An allocation of one sequence: its capacity in tokens, and its position."""
 
-    room: int
+    capacity: int
     place: Any
 
 
@@ -191,7 +191,7 @@ class Contiguous:
         return place and Holding(place[1], place)
 
     def grow(self, holding: Holding) -> bool:
-        raise ValueError(f"a sequence outgrew the {holding.room} slots reserved for it")
+        raise ValueError(f"a sequence outgrew the {holding.capacity} slots reserved for it")
 
     def release(self, holding: Holding) -> None:
         self.space.give(*holding.place)
@@ -218,7 +218,7 @@ class Paged:
         """A page is taken whole; how much of it is used the server counts."""
         if isinstance(self.pool.extend(holding.place, self.page_size), NoRoom):
             return False
-        holding.room += self.page_size
+        holding.capacity += self.page_size
         return True
 
     def release(self, holding: Holding) -> None:
@@ -235,7 +235,7 @@ class Running(NamedTuple):
     @property
     def useful(self) -> int:
         """The allocated slots that hold a token at the end."""
-        return min(self.holding.room, self.final)
+        return min(self.holding.capacity, self.final)
 
 
 class Slots(NamedTuple):
@@ -279,7 +279,7 @@ class SimServer:
         self.running: dict[int, Running] = {}  # by age: the newest is the last
         self.events: list[tuple[int, int, int]] = []  # (step, kind, key in running)
         self.keys = count()
-        self.now = self.used = self.room = self.useful = 0
+        self.now = self.used = self.capacity = self.useful = 0
         self.sums = [0] * len(Slots._fields)
         self.usage = SimUsage(Slots(0, 0, 0, 0, 0), [])
 
@@ -327,8 +327,8 @@ class SimServer:
 
     @property
     def slots(self) -> Slots:
-        free = self.allocator.slots - self.room if self.queue else 0
-        reserved, internal = self.useful - self.used, self.room - self.useful
+        free = self.allocator.slots - self.capacity if self.queue else 0
+        reserved, internal = self.useful - self.used, self.capacity - self.useful
         return Slots(self.used, reserved, internal, free, len(self.running))
 
     def _sample(self) -> None:
@@ -359,13 +359,13 @@ class SimServer:
     def _grow(self, key: int) -> None:
         """Grow a sequence; if needed, preempt the newest, which may be the sequence itself."""
         sequence = self.running[key]
-        room, useful = sequence.holding.room, sequence.useful
+        capacity, useful = sequence.holding.capacity, sequence.useful
         while not self.allocator.grow(sequence.holding):
             newest = next(reversed(self.running))
             self._preempt(newest)
             if newest == key:
                 return
-        self.room += sequence.holding.room - room
+        self.capacity += sequence.holding.capacity - capacity
         self.useful += sequence.useful - useful
         self._schedule(key)
 
@@ -385,14 +385,14 @@ class SimServer:
         self.allocator.release(sequence.holding)
 
     def _count(self, sequence: Running, sign: int) -> None:
-        self.room += sign * sequence.holding.room
+        self.capacity += sign * sequence.holding.capacity
         self.useful += sign * sequence.useful
 
     def _schedule(self, key: int) -> None:
         """Its next event: it ends, or it has filled its allocation."""
         holding, final, born = self.running[key]
-        ends = holding.room >= final
-        event = (born + (final if ends else holding.room), FINISH if ends else GROW, key)
+        ends = holding.capacity >= final
+        event = (born + (final if ends else holding.capacity), FINISH if ends else GROW, key)
         heapq.heappush(self.events, event)
 
 

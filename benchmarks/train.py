@@ -74,15 +74,15 @@ def _cell(mask: str, seqlen: int) -> Callable[[Row], bool]:
     return lambda r: (r["bench"], r["mask"], r["seqlen"]) == ("train", mask, seqlen)
 
 
-def _bar(mask: str, seqlen: int, least: float) -> Threshold:
+def _threshold(mask: str, seqlen: int, least: float) -> Threshold:
     name = f"step of {mask} at {seqlen:,} tokens, against the best of SDPA"
     return Threshold(name, _cell(mask, seqlen), at_least=least, measure=worst_cell(least))
 
 
 THRESHOLDS = (
-    _bar("llama", 2048, 0.99),
-    _bar("llama", 16384, 1.03),
-    _bar("llama", 32768, 1.05),
+    _threshold("llama", 2048, 0.99),
+    _threshold("llama", 16384, 1.03),
+    _threshold("llama", 32768, 1.05),
     Threshold(
         "BERT-large, packed against padded", lambda r: r["bench"] == "train padded", at_least=1.15
     ),
@@ -130,7 +130,7 @@ def measure(
     count = max((TOY_TOKENS if toy else TOKENS) // seqlen, 1)
     case = _case(f"toy {name}" if toy else name, config, seqlen, count)
     ours = dense(partial(onchip.attention, causal=True), count)
-    error = judge_attention(partial(onchip.attention, causal=True), config, seqlen, device)
+    error = check_attention(partial(onchip.attention, causal=True), config, seqlen, device)
     batch = random_batch(config, [seqlen] * count, device)
     entered = {"onchip": Entry(batch, ours)}
     for rival in ("cudnn", "fa2"):
@@ -148,7 +148,7 @@ def measure_bert(session: Session, shape: dict[str, Any], toy: bool) -> list[Row
     config, count = at_length(shape, seqlen), (TOY_TOKENS if toy else TOKENS) // seqlen
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, seqlen + 1, (count,), generator=generator)
-    error = judge_attention(onchip.attention, config, seqlen, device, "none")
+    error = check_attention(onchip.attention, config, seqlen, device, "none")
     packed = random_batch(config, lengths.tolist(), device, CHOSEN)
     padded = pad(packed, lengths, seqlen)
     cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
@@ -258,7 +258,7 @@ def packed_fa2(cu_seqlens: Tensor, longest: int) -> Attend:
     return attend
 
 
-def judge_attention(
+def check_attention(
     attend: Callable, config: ModelConfig, seqlen: int, device: torch.device, mask: str = "causal"
 ) -> float:
     """The RMSE of our attention at this shape; Inaccurate if it, or a gradient, breaks the rule."""

@@ -74,8 +74,8 @@ def enter(session: Session, case: Case, makers: dict[str, Attend]) -> dict[str, 
     sets = gpu.draw_sets(case, session.device)
     samples = {"normal": sets[0], "outlier": gpu.draw(case, session.device, "outlier")}
     check = gpu.OutputCheck(samples, pattern.visible)
-    everyone = makers | {"onchip": partial(onchip.attention, **pattern.options)}
-    return {name: GpuCandidate(name, f, sets, check, ours=True) for name, f in everyone.items()}
+    functions = makers | {"onchip": partial(onchip.attention, **pattern.options)}
+    return {name: GpuCandidate(name, f, sets, check, ours=True) for name, f in functions.items()}
 
 
 def version(name: str, causal: bool, **options: int) -> Attend:

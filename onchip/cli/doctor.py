@@ -256,16 +256,16 @@ def time_first_calls(device: torch.device) -> Iterator[FirstCall]:
 def _twice(
     kernel: str, head_dim: int, options: dict, way: str, device: torch.device
 ) -> tuple[float, float]:
-    asked = dict(options)
+    call_options = dict(options)
     shape = (1, 512, 4, head_dim)
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3))
-    q = q[:, : asked.pop("queries", 512)].contiguous()
+    q = q[:, : call_options.pop("queries", 512)].contiguous()
     leaves = [x.requires_grad_(way == "backward") for x in (q, k, v)]
-    out = onchip.attention(*leaves, kernel=kernel, **asked) if way == "backward" else None
+    out = onchip.attention(*leaves, kernel=kernel, **call_options) if way == "backward" else None
 
     def call() -> object:
         if out is None:
-            return onchip.attention(*leaves, kernel=kernel, **asked)
+            return onchip.attention(*leaves, kernel=kernel, **call_options)
         return torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
 
     return _seconds(call, device), _seconds(call, device)

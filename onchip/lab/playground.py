@@ -142,7 +142,7 @@ class Playground:
         sequence = WordSequence(name, name, table, tokens, Chain(root, hit.keys))
         self._wrote([sequence], [found], _roomy(grown))
         self.sequences[name] = sequence
-        return _found(name, len(tokens), len(hit.pages), copied)
+        return _describe_hit(name, len(tokens), len(hit.pages), copied)
 
     def _copy_partial_page(self, table: PageTable, source: int | None, count: int) -> int:
         """Words that come by copying the start of a page; none if there is no page to copy to."""
@@ -305,9 +305,9 @@ def _roomy(answer: T | NoRoom) -> T:
     return answer
 
 
-def _found(name: str, asked: int, shared: int, copied: int) -> str:
+def _describe_hit(name: str, num_words: int, shared: int, copied: int) -> str:
     if not shared and not copied:
-        return f"{name} has {_count(asked, 'word')}, all of them new."
+        return f"{name} has {_count(num_words, 'word')}, all of them new."
     parts = [_count(shared, "page") + " shared"] if shared else []
     parts += [_count(copied, "word") + " copied"] if copied else []
     return f"{name} was here before in part: {', '.join(parts)}. Only the rest is computed."

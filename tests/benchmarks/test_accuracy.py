@@ -155,7 +155,7 @@ class TestExponentials:
             assert all(distance <= abs(Fraction(float(end)) - exact) for end in ends)
 
     def test_fma_sees_what_lies_beside_a_tie(self):
-        """(1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 lies halfway; 2^-80 decides, which fp64 cannot hold."""
+        """(1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 is halfway; 2^-80 decides, which fp64 cannot hold."""
         a = torch.full((3,), 1 + 2.0**-12)
         beside = torch.tensor([2.0**-80, -(2.0**-80), 0.0])
         low, high = 1 + 2**-11, 1 + 2**-11 + 2**-23
@@ -328,19 +328,19 @@ class TestThresholds:
         return next(t for t in accuracy_thresholds.THRESHOLDS if t.name == name)
 
     def test_every_promise_has_a_threshold(self):
-        asked = {threshold.name: threshold.at_most for threshold in accuracy_thresholds.THRESHOLDS}
-        assert asked["fp8: RMSE on outliers"] == 9.1e-3
-        assert asked["int8: RMSE on outliers"] == 5.5e-3
-        assert asked["int8_pv16: RMSE on outliers"] == 2e-3
-        assert asked["fp8: RMSE on outliers over FA3's FP8"] == 0.6
-        assert asked["RMSE of the ring in bf16, against one call"] == ring_ranks.ROUNDED
-        assert asked["precise_delta: dq of ties, relative error"] == 4e-3
-        assert asked[self.SINK] == 3.0
-        assert "fp8 cache: perplexity changes by" in asked
+        limits = {threshold.name: threshold.at_most for threshold in accuracy_thresholds.THRESHOLDS}
+        assert limits["fp8: RMSE on outliers"] == 9.1e-3
+        assert limits["int8: RMSE on outliers"] == 5.5e-3
+        assert limits["int8_pv16: RMSE on outliers"] == 2e-3
+        assert limits["fp8: RMSE on outliers over FA3's FP8"] == 0.6
+        assert limits["RMSE of the ring in bf16, against one call"] == ring_ranks.ROUNDED
+        assert limits["precise_delta: dq of ties, relative error"] == 4e-3
+        assert limits[self.SINK] == 3.0
+        assert "fp8 cache: perplexity changes by" in limits
         for recipe in ("fp8", "int8", "int8_pv16"):
-            assert asked[f"{recipe}: relative RMSE with a sink"] == 3.0
+            assert limits[f"{recipe}: relative RMSE with a sink"] == 3.0
             for what in ("RMSE", "error of lse"):
-                assert asked[f"{recipe}: {what} with channel bias over without"] == 1.1
+                assert limits[f"{recipe}: {what} with channel bias over without"] == 1.1
 
     def test_a_kernel_that_is_measured_counts_before_its_emulation(self):
         row = {"bench": "forward", "family": "outliers", "dtype": "float8_e4m3fn", "unit": "RMSE"}

@@ -42,12 +42,12 @@ def test_a_table_without_kernels_is_no_traffic_of_zero():
 
 
 def test_the_profiler_is_told_to_leave_clocks_and_caches_alone(monkeypatch):
-    told = []
+    commands = []
     done = SimpleNamespace(returncode=0, stdout=TABLE, stderr="")
     monkeypatch.setattr(counters.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: told.append(command) or done)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command) or done)
     (found,) = counters.count((CountedCall(2, 4096, 16, 128, causal=True),))
-    command = " ".join(told[0])
+    command = " ".join(commands[0])
     assert len(found) == 1 and command.startswith("/usr/bin/ncu --clock-control none")
     assert "--metrics dram__bytes_read.sum,dram__bytes_write.sum" in command
     assert command.endswith("-m benchmarks.counters [[2, 4096, 16, 128, true, false]]")

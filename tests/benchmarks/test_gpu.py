@@ -192,13 +192,13 @@ def test_a_row_without_fa3_does_not_count(stand_ins, monkeypatch):
         raise ImportError("No module named 'fa3_fwd_interface'")
 
     monkeypatch.setattr(peers, "fa3", missing)
-    said = []
-    session = Session(device=CPU, say=said.append)
+    printed = []
+    session = Session(device=CPU, say=printed.append)
     row = forward.measure(session, CASE)[0]
     forward.measure(session, CASE)
     assert not gpu.counts(row) and row["doubts"] == ["no fa3 in this run"]
     assert row["best_peer"] == "cudnn"
-    assert len([x for x in said if x.startswith("fa3 is left out: ImportError: No module")]) == 1
+    assert len([x for x in printed if x.startswith("fa3 is left out: ImportError: No module")]) == 1
     assert harness.check_thresholds([row], forward.THRESHOLDS)[0].measured is None
     assert "does not count: no fa3" in harness.line(row)
 
@@ -211,20 +211,20 @@ def test_a_contender_that_raises_is_reported_and_left_out(stand_ins, monkeypatch
         return attend if name == "fa2" else peers.standard
 
     monkeypatch.setattr(peers, "backend", broken)
-    said = []
-    session = Session(device=CPU, say=said.append)
+    printed = []
+    session = Session(device=CPU, say=printed.append)
     row = forward.measure(session, CASE)[0]
     assert "fa2" not in row["peers"] and "cudnn" in row["peers"]
-    assert any(x.startswith("fa2 is left out: RuntimeError: no fa2 here (") for x in said)
-    assert any(x.startswith("fa2, heads first, is left out: RuntimeError") for x in said)
-    assert any(x.startswith("hopper is left out: UnsupportedError") for x in said)
+    assert any(x.startswith("fa2 is left out: RuntimeError: no fa2 here (") for x in printed)
+    assert any(x.startswith("fa2, heads first, is left out: RuntimeError") for x in printed)
+    assert any(x.startswith("hopper is left out: UnsupportedError") for x in printed)
 
 
 def test_a_peer_that_computes_something_else_is_left_out(stand_ins, monkeypatch):
     monkeypatch.setattr(peers, "fa3", lambda **options: peers.sdpa)  # not causal
-    said = []
-    row = forward.measure(Session(device=CPU, say=said.append), CASE)[0]
-    assert "fa3" not in row["peers"] and any("fa3 is left out: Inaccurate" in x for x in said)
+    printed = []
+    row = forward.measure(Session(device=CPU, say=printed.append), CASE)[0]
+    assert "fa3" not in row["peers"] and any("fa3 is left out: Inaccurate" in x for x in printed)
 
 
 def test_a_wrong_answer_of_ours_gets_no_row(stand_ins, monkeypatch):

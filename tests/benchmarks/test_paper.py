@@ -67,14 +67,14 @@ def test_known_mistakes_are_found():
 
 def test_one_head_executed_is_one_head_predicted():
     chip = Chip(sram=4096, scratch=torch.float16)
-    asked = paper_claims.problem(111, 40)
+    problem = paper_claims.problem(111, 40)
     for kernel, name in (("paper_v0", "standard"), ("paper_v1", "v1"), ("paper_v2", "v2")):
         found, moved = (
             paper_runs.counted(kernel, 111, 40, chip),
-            paper_claims.both(name, asked, chip),
+            paper_claims.both(name, problem, chip),
         )
         assert (found.hbm_bytes, found.flops) == (moved.hbm_bytes, moved.flops), kernel
-    assert found.forward_bytes == traffic.v2(asked, chip).hbm_bytes
+    assert found.forward_bytes == traffic.v2(problem, chip).hbm_bytes
 
 
 def test_softmax_reads_as_often_as_its_name_says():
@@ -110,7 +110,7 @@ def test_a_quick_run_counts_and_does_not_time(monkeypatch):
 def test_counters_stand_beside_the_prediction(monkeypatch):
     call = paper.COUNTED[0]
     kernels = [paper.counters.KernelBytes("forward_kernel", 2.0e8, 7.0e7)]
-    monkeypatch.setattr(paper.counters, "count", lambda asked: [kernels] * len(asked))
+    monkeypatch.setattr(paper.counters, "count", lambda calls: [kernels] * len(calls))
     row = paper.counter_row(0)
     assert row["measured"] == 0.27 and row["predicted"] == pytest.approx(0.2705, rel=0.001)
     assert row["num_heads"] == call.num_heads and "of each tensor once" in row["verdict"]

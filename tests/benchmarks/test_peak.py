@@ -1,4 +1,4 @@
-"""Peak memory: measured, or by a law that is stated; here on the CPU."""
+"""Peak memory: measured, or extrapolated by a stated formula; here on the CPU."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_a_row_has_a_right_answer_and_both_peaks(backward):
 
 def test_beyond_the_memory_it_is_the_square_law(monkeypatch):
     rival = Rival({1024: 1000, 2048: 4100})
-    assert rival.law(8192) == 16 * 4100
+    assert rival.extrapolate(8192) == 16 * 4100
     monkeypatch.setattr(peak, "available_bytes", lambda device: 50_000)
     monkeypatch.setattr(peak, "peak_extra_bytes", lambda job, device: pytest.fail("it was run"))
     assert rival.bytes(case(8192), (), CPU) == 16 * 4100 and 8192 not in rival.measured

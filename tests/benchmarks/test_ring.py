@@ -35,8 +35,8 @@ def test_rows_have_the_columns_of_the_schema(quick):
 
 def test_the_committed_figures_are_what_the_code_computes(quick):
     """A simulation has no noise: if this fails, run the benchmark and write its file again."""
-    asked = ("bench", "kernel", "pass", "mask", "seqlen", "devices", "fabric", "link", "gpu")
-    key = lambda row: tuple(row.get(name) for name in asked)
+    columns = ("bench", "kernel", "pass", "mask", "seqlen", "devices", "fabric", "link", "gpu")
+    key = lambda row: tuple(row.get(name) for name in columns)
     committed = {key(row): row for row in COMMITTED}
     assert len(committed) == len(COMMITTED)
     for row in quick[:-1]:
@@ -66,12 +66,12 @@ def test_two_processes_measure_a_step_and_its_parts(measured):
         assert row["value"] == pytest.approx(row["step_ms"] / longer)
         for trace in row["traces"]:
             assert len(trace) == messages
-            assert all(0 < posted <= asked <= there for posted, asked, there in trace)
+            assert all(0 < posted <= waited <= there for posted, waited, there in trace)
     assert [r["kernel"] for r in measured if r["bench"] == "kernels"] == [*ring_ranks.LAYOUTS]
 
 
 def test_a_slow_link_is_slow(measured):
-    """Messages take as long as they are told to, four fifths of a round as it was timed before."""
+    """Messages take the configured time, four fifths of a round as it was timed before."""
     [row] = [r for r in measured if r.get("message_share")]
     assert row["messages_ms"] >= row["link_ms"] > 0
     assert row["step_ms"] < 5 * (row["messages_ms"] + row["kernels_ms"])
@@ -141,25 +141,25 @@ def test_tables_name_the_command_that_made_them():
 
 
 def test_the_length_that_simulation_finds_is_below_the_formula():
-    """Its kernels are no faster than those of the formula, and merging gives messages more time."""
+    """Its kernels are no faster than the formula's, and merging gives messages more time."""
     for row in (r for r in COMMITTED if r["bench"] == "hide" and r["gb_s"] < 100):
         assert 0.75 * row["value"] < row["simulated_tokens"] < row["value"]
 
 
 def test_what_others_measured_is_near():
-    """Striped has a diagonal in every round, which the rate of one call does not tell: it comes out
-    too fast, and the documents say so."""
+    """Striped has a diagonal in every round, which the rate of one call does not include: the
+    prediction is too fast, and the documents say so."""
     for row in (r for r in COMMITTED if r["bench"] == "published"):
         gap = row["value"] - row["peers"]["published"]
         assert -3 < gap < (20 if row["kernel"] == "striped" else 8), row
 
 
 @pytest.mark.parametrize(
-    "seconds, said",
+    "seconds, text",
     [(1.5e-4, "150 us"), (0.0123, "12.3 ms"), (90, "1.5 min"), (3.2e12, "101,402 years")],
 )
-def test_times_are_told_as_people_tell_them(seconds, said):
-    assert ring_report.span_of(seconds) == said
+def test_times_are_printed_in_common_units(seconds, text):
+    assert ring_report.span_of(seconds) == text
 
 
 def test_the_command_prints_tables_and_draws(tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Predictions beside measurements: every cell, its columns, and the table of the documents."""
+"""Predictions against measurements: every cell, its columns, and the table of the documents."""
 
 import json
 from pathlib import Path
@@ -29,10 +29,10 @@ def test_thresholds_are_met_but_for_four_cells(rows):
 
 
 def test_a_cell_holds_both_times(rows):
-    asked = {"bench": "forward", "mask": "none", "head_dim": 128, "seqlen": 8192}
-    (row,) = (r for r in rows if asked.items() <= r.items())
+    selected = {"bench": "forward", "mask": "none", "head_dim": 128, "seqlen": 8192}
+    (row,) = (r for r in rows if selected.items() <= r.items())
     source = json.loads((ROOT / "benchmarks/results/h200-forward.json").read_text())["rows"]
-    (measured,) = (r for r in source if asked.items() <= r.items())
+    (measured,) = (r for r in source if selected.items() <= r.items())
     flops = 4 * 2 * 16 * 8192**2 * 128
     assert row["peers"]["measured"] == pytest.approx(flops / measured["value"] / 1e6)
     assert row["ratio"] == row["peers"]["measured"] / row["value"] and row["binds"] in row["why"]

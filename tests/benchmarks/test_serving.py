@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def test_the_workload_is_that_of_nano_vllm():
     workload = Workload.uniform()
     assert (workload.num_prompt_tokens, workload.num_output_tokens) == (142_827, 133_966)
-    assert len(workload.asked) == 256 and workload.steps <= 1024 and workload.longest <= 2048
+    assert len(workload.requests) == 256 and workload.steps <= 1024 and workload.longest <= 2048
     pages, page_bytes = workload.peak_pages(16), 2 * 28 * 8 * 128 * 2 * 16
     assert 19e9 < pages * page_bytes < 20e9
 
@@ -31,8 +31,8 @@ def test_pages_and_keys_are_counted_token_by_token():
     assert workload.peak_pages(4) == 3 and workload.peak_pages(1) == 11
     keys = sum(range(5, 12)) + sum(range(3, 5))
     assert workload.tokens_read == keys
-    assert workload.cut(1, 4).asked == (([1] * 5, 4),)
-    assert [len(one.asked) for one in Workload.uniform(7, 1, 2).batches(3)] == [3, 3, 1]
+    assert workload.cut(1, 4).requests == (([1] * 5, 4),)
+    assert [len(one.requests) for one in Workload.uniform(7, 1, 2).batches(3)] == [3, 3, 1]
 
 
 def test_the_roofline_reads_the_weights_in_every_step_and_every_key_once():
@@ -90,9 +90,9 @@ def test_a_workload_is_served_as_it_was_asked(tiny):
         ran = serve(llm.engine, [tiny.workload])
         found = llm.stats().tokens_cached  # a token or two are alike by chance
         assert found < 0.01 * tiny.workload.num_prompt_tokens
-    assert ran.marks[-1].counts == [count for _, count in tiny.workload.asked]
+    assert ran.marks[-1].counts == [count for _, count in tiny.workload.requests]
     assert ran.columns["steps"] <= tiny.workload.steps + 1 and ran.columns["host_share"] is None
-    # After a step those that it ended hold nothing any more.
+    # After a step the requests that it ended hold no pages.
     assert 0.9 < ran.columns["peak_pages"] / tiny.workload.peak_pages(16) <= 1
 
 
@@ -102,7 +102,7 @@ def test_batches_follow_one_another(tiny):
     steps = sum(batch.steps for batch in tiny.workload.batches(9))
     assert ran.columns["steps"] == steps
     first = next(mark for mark in ran.marks if mark.counts[9])
-    assert first.counts[:9] == [count for _, count in tiny.workload.asked[:9]]
+    assert first.counts[:9] == [count for _, count in tiny.workload.requests[:9]]
 
 
 def test_a_cache_of_8_bits_is_served_and_said():
@@ -156,10 +156,10 @@ def test_peers_serve_the_same_part(tiny):
 
 def test_without_transformers_there_are_no_peers(tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    said = []
-    monkeypatch.setattr(tiny.session, "say", said.append)
+    printed = []
+    monkeypatch.setattr(tiny.session, "say", printed.append)
     (row,) = serving.peers(tiny)
-    assert row["peers"] == {} and row["ratio"] is None and "no peers" in said[-1]
+    assert row["peers"] == {} and row["ratio"] is None and "no peers" in printed[-1]
 
 
 def test_parts_are_chosen_by_name(capsys, tmp_path):

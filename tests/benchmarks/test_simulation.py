@@ -45,7 +45,7 @@ def plain(allocator, requests, steps, warmup):
             allocator.release(run["holding"])
             running.remove(run)
         for run in list(running):
-            while run in running and run["tokens"] == run["holding"].room:
+            while run in running and run["tokens"] == run["holding"].capacity:
                 if allocator.grow(run["holding"]):
                     continue
                 newest = running.pop()
@@ -60,10 +60,10 @@ def plain(allocator, requests, steps, warmup):
             running.append(dict(start=step, tokens=r.prompt, final=r.final, holding=holding))
         if step >= warmup:
             used = sum(r["tokens"] for r in running)
-            useful = sum(min(r["final"], r["holding"].room) for r in running)
-            room = sum(r["holding"].room for r in running)
-            free = allocator.slots - room if queue else 0
-            now = (used, useful - used, room - useful, free, len(running))
+            useful = sum(min(r["final"], r["holding"].capacity) for r in running)
+            capacity = sum(r["holding"].capacity for r in running)
+            free = allocator.slots - capacity if queue else 0
+            now = (used, useful - used, capacity - useful, free, len(running))
             sums = [s + x for s, x in zip(sums, now, strict=True)]
     return sums, preempted
 
@@ -92,7 +92,7 @@ def test_while_somebody_waits_every_slot_is_one_of_four(name):
 
 @pytest.mark.parametrize("name", ALLOCATORS)
 def test_everybody_is_served_in_the_end(name):
-    """No request is lost or starves, however often it is preempted, and all memory comes back."""
+    """No request is lost or starves, however often it is preempted, and all memory is freed."""
     requests = [SimRequest(0, p, o) for p, o in islice(SHORT.lengths(1), 63)]
     allocator = ALLOCATORS[name](323)
     usage = SimServer(allocator).run(requests, 20_000)

@@ -1,5 +1,5 @@
-"""`python -m benchmarks train` at toy size: the same model for everybody, rows that say who was
-faster, and curves that are compared with the distance of two torch backends.
+"""`python -m benchmarks train` at toy size: the same model for all candidates, rows
+with their ratios, and curves that are compared with the distance of two torch backends.
 """
 
 import json
@@ -27,16 +27,17 @@ def test_the_whole_of_it_runs_here(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train, "TOY_TOKENS", 256)
     monkeypatch.setattr(curves, "TOY_STEPS", 5)
     results, picture = tmp_path / "train.json", tmp_path / "curves.svg"
-    told = ["--json", str(results), "--plot", str(picture), "--threads", "1"]
-    assert main(["bench", "train", *told]) == 0
+    options = ["--json", str(results), "--plot", str(picture), "--threads", "1"]
+    assert main(["bench", "train", *options]) == 0
     rows = {(r["bench"], r["mask"]): r for r in json.loads(results.read_text())["rows"]}
     models = [("train", "toy gpt2"), ("train", "toy llama"), ("train padded", "toy bert")]
     assert list(rows) == [*models, ("train curves", "toy gpt2")]
     for row in (rows[model] for model in models):
         assert row["value"] > 0 and row["peers"] and row["best_peer"] in row["peers"]
         assert row["unit"] == "tokens/s" and row["error"] > 0 and len(row["band"]) == 2
-    said = capsys.readouterr().out
-    assert "There is no GPU here" in said and "cudnn is left out" in said and "missed" not in said
+    printed = capsys.readouterr().out
+    assert "There is no GPU here" in printed and "cudnn is left out" in printed
+    assert "missed" not in printed
     assert "<svg" in picture.read_text()
 
 
@@ -52,7 +53,7 @@ def test_layer_by_layer_is_the_decoder(shape):
 
 
 def test_a_timed_step_leaves_the_weights_as_they_are():
-    """So that whoever comes later has the loss of who came first."""
+    """So that a later candidate has the loss of the first."""
     config = train.at_length(train.TOY_GPT2, 16)
     trainer, batch = Trainer(config, CPU), train.random_batch(config, [16], CPU)
     attend = train.dense(train.sdpa("math", config, causal=True), 1)
@@ -111,8 +112,8 @@ def test_padded_and_packed_sequences_have_the_same_loss():
 
 
 def test_a_rival_with_another_loss_is_left_out():
-    config, said = train.at_length(train.TOY_GPT2, 16), []
-    session = Session(quick=True, say=said.append)
+    config, printed = train.at_length(train.TOY_GPT2, 16), []
+    session = Session(quick=True, say=printed.append)
     batch = train.random_batch(config, [16], CPU)
     attend = train.dense(train.sdpa("math", config, causal=True), 1)
     entered = {
@@ -122,14 +123,14 @@ def test_a_rival_with_another_loss_is_left_out():
     }
     case = train._case("toy", config, 16, 1)
     measured, _ = train.contest(session, case, Trainer(config, CPU), entered)
-    assert list(measured.times) == ["onchip"] and len(said) == 2
-    assert "its loss is" in said[0] and "ZeroDivisionError" in said[1]
+    assert list(measured.times) == ["onchip"] and len(printed) == 2
+    assert "its loss is" in printed[0] and "ZeroDivisionError" in printed[1]
 
 
 def test_wrong_attention_has_no_row():
     config = train.at_length(train.TOY_LLAMA, 64)
     with pytest.raises(Inaccurate):
-        train.judge_attention(lambda q, k, v: q + 1, config, 64, CPU)
+        train.check_attention(lambda q, k, v: q + 1, config, 64, CPU)
 
 
 def test_the_shapes_are_those_of_the_models_they_are_named_after():

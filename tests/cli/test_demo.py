@@ -18,10 +18,10 @@ def results():
     patch.setattr(demo, "QUICK_LENGTHS", (64, 129, 512))
     patch.setattr(demo, "QUICK_MASKED_LENGTH", 640)
     patch.setattr(demo, "MEMORY_CAP_BYTES", 2 * 4 * 4 * 500**2)
-    told = []
-    found = demo.run(quick=True, tell=lambda title, done: told.append((title, done)))
+    progress = []
+    found = demo.run(quick=True, tell=lambda title, done: progress.append((title, done)))
     patch.undo()
-    return found, told
+    return found, progress
 
 
 def test_every_method_is_measured_at_every_length(results):

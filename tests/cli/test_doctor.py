@@ -146,10 +146,10 @@ def test_models_of_our_own_and_of_transformers(monkeypatch):
 def test_it_says_how_a_model_would_run(tmp_path, capsys):
     models.save(models.builtin.tiny(), tmp_path)
     assert main(["doctor", "--model", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "llama, 7 layers, torch.float32" in told and "Runs natively" in told
+    printed = capsys.readouterr().out
+    assert "llama, 7 layers, torch.float32" in printed and "Runs natively" in printed
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     pytest.importorskip("transformers")
     assert main(["doctor", "--model", str(tmp_path)]) == 1
-    told = capsys.readouterr().out
-    assert "not served" in told and "more state than keys and values" in told
+    printed = capsys.readouterr().out
+    assert "not served" in printed and "more state than keys and values" in printed

@@ -97,8 +97,8 @@ def kernel_of(inputs: Inputs, options: dict) -> str:
     """The kernel that runs the backward of a plain call. It may differ from the kernel of the
     forward.
     """
-    asked = onchip.explain(*(x.detach().requires_grad_() for x in inputs[:3]), **options)
-    return plan(asked.problem, asked.device, backward=True).kernel
+    explained = onchip.explain(*(x.detach().requires_grad_() for x in inputs[:3]), **options)
+    return plan(explained.problem, explained.device, backward=True).kernel
 
 
 class Problem64(NamedTuple):

@@ -131,7 +131,7 @@ def contest(
     q, k, v = x = tuple(heads_first(t) for t in make_qkv(case.batch, case.seqlen, **sizes))
     kernel = onchip.explain(q, k, v, **pattern.options).plan.kernel
     ours = Candidate("onchip", partial(onchip.attention, **pattern.options), x)
-    rivals = [Candidate(name, partial(sdpa, **given), x) for name, given in peers().items()]
+    rivals = [Candidate(name, partial(sdpa, **mask), x) for name, mask in peers().items()]
     return session.contest(case, kernel, ours, rivals, Exact(q, k, v, pattern.visible))
 
 

@@ -143,7 +143,7 @@ class GpuCandidate:
             return self.attend(*map(self.layout, inputs[:3]))
 
     def jobs(self, backward: bool) -> list[Callable[[], object]]:
-        """One job per set. A backward job runs its forward here, and its backward on that stream."""
+        """One job per set. A backward job runs its forward here; its backward uses that stream."""
         stored = [tuple(map(self.layout, inputs)) for inputs in self.sets]
         make = self._backward_job if backward else self._forward_job
         return [make(inputs) for inputs in stored]

@@ -380,10 +380,10 @@ def our_paged(name: str, cache: Cache, sets: Sequence[Inputs], page_size: int) -
 def kernel_of(paged: GpuCandidate) -> str:
     """Which kernel serves it: any lengths that fit its tables will do to ask."""
     q, pages, table = paged.sets[0]
-    pages, given = (pages, {}) if isinstance(pages, Tensor) else (pages[0], scales_of(pages[1]))
+    pages, scales = (pages, {}) if isinstance(pages, Tensor) else (pages[0], scales_of(pages[1]))
     seqlens = torch.full_like(table[:, 0], table.shape[1] * pages.shape[2])
-    asked = onchip.explain(q, *pages, page_table=table, cache_seqlens=seqlens, **given)
-    return asked.plan.kernel
+    explained = onchip.explain(q, *pages, page_table=table, cache_seqlens=seqlens, **scales)
+    return explained.plan.kernel
 
 
 def in_pages(inputs: Inputs, lengths: Sequence[int], page_size: int) -> Inputs:

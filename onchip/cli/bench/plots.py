@@ -65,8 +65,8 @@ def _paper(width: float, height: float):
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    room = 0.2 / height
-    layout = ConstrainedLayoutEngine(rect=(0, room, 1, 1 - room))
+    caption = 0.2 / height
+    layout = ConstrainedLayoutEngine(rect=(0, caption, 1, 1 - caption))
     return Figure(figsize=(width, height), layout=layout)
 
 
