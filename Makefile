@@ -15,7 +15,7 @@ INTERPRET := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PYTEST)
 # Hypothesis draws a fifth of the examples, and all of them in `make test-all`.
 QUICK := --hypothesis-profile quick
 # With DURATIONS=folder, each run of pytest writes the durations of its tests to a file in that folder.
-durations = $(if $(DURATIONS),--durations-file $(DURATIONS)/$(1).json)
+durations = $(if $(DURATIONS),--durations-file=$(DURATIONS)/$(1).json)
 # Exit status 5: TEST selects no test of this run. It may select tests of the next run.
 NONE := || [ $$? = 5 ]
 

@@ -1,8 +1,8 @@
-"""The repository's benchmarks, beyond those of `onchip bench`: `python -m benchmarks NAME`.
+"""The repository's further benchmarks, in addition to `onchip bench`: `python -m benchmarks NAME`.
 
-Importing this package adds its suites to the registry of onchip.cli.bench, so all of them share one
-harness, one command line and one report of thresholds. To add a suite, add its file and a line
-here. Rows are committed under results/; `python -m benchmarks.tables` writes them into the
+Importing this package adds its suites to the registry of onchip.cli.bench, so that all of them
+share one harness, one command line and one report of thresholds. To add a suite, add its file and a
+line here. Rows are committed under results/; `python -m benchmarks.tables` writes them into the
 documents.
 """
 

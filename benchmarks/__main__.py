@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME ...`: the options are those of `onchip bench`."""
+"""`python -m benchmarks NAME ...`, with the options of `onchip bench`."""
 
 import sys
 

@@ -1,10 +1,10 @@
 """`python -m benchmarks ablation`: from v2 to v4 one idea at a time, with the kernels of
 examples/versions.
 
-A row is a step: its `kernel` says what was added, its ratio is to the step before it. Lazy
-rescaling and the polynomial are each added alone to the last step of the scheduler. Steps about the
-order of tiles concern causal calls only, where tiles differ in length. The last row is onchip's own
-kernel, beside that last step of the scheduler too.
+A row is a step: `kernel` names the added idea, and the ratio is to the step before. Lazy rescaling
+and the polynomial are each added alone to the last step of the scheduler. Steps about the order of
+tiles concern causal calls only, where tiles differ in length. The last row is onchip's own kernel,
+which is also compared with that last step of the scheduler.
 """
 
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ from onchip.cli.bench import gpu
 from onchip.cli.bench.harness import Case, Row, Session
 
 LENGTHS, HEAD_DIMS = (4096,), (64, 128)
-BARS = versions.BARS
+THRESHOLDS = versions.THRESHOLDS
 
 
-class Step(NamedTuple):
+class AblationStep(NamedTuple):
     """One more idea: the example that has it, with which options, and what it is compared with."""
 
     name: str
@@ -34,18 +34,18 @@ _ALL = 1 << 30  # heads
 _ORDERED = {"lazy": False, "poly": False}
 LAST = "polynomial exp2"
 STEPS = (
-    Step("v2", "v2", {}, None),
-    Step("v2 by hand", "v2_gluon", {"tma": False}, "v2"),
-    Step("TMA", "v2_gluon", {"tma": True}, "v2 by hand"),
-    Step("specialisation", "v3", {"overlap": False, "pingpong": False}, "TMA"),
-    Step("overlap", "v3", {"overlap": True, "pingpong": False}, "specialisation"),
-    Step("ping-pong", "v3", {"overlap": True, "pingpong": True}, "overlap"),
-    Step("persistence", "v4", _PLAIN | {"section": 1}, "ping-pong"),
-    Step("longest first", "v4", _PLAIN | {"section": _ALL}, "persistence", True),
-    Step("L2 sections", "v4", _PLAIN, "longest first", True),
-    Step("dynamic hand-out", "v4", _ORDERED, "L2 sections", True),
-    Step("lazy rescale", "v4", _ORDERED | {"lazy": True}, "dynamic hand-out"),
-    Step(LAST, "v4", _ORDERED | {"poly": True}, "dynamic hand-out"),
+    AblationStep("v2", "v2", {}, None),
+    AblationStep("v2 by hand", "v2_gluon", {"tma": False}, "v2"),
+    AblationStep("TMA", "v2_gluon", {"tma": True}, "v2 by hand"),
+    AblationStep("specialisation", "v3", {"overlap": False, "pingpong": False}, "TMA"),
+    AblationStep("overlap", "v3", {"overlap": True, "pingpong": False}, "specialisation"),
+    AblationStep("ping-pong", "v3", {"overlap": True, "pingpong": True}, "overlap"),
+    AblationStep("persistence", "v4", _PLAIN | {"section": 1}, "ping-pong"),
+    AblationStep("longest first", "v4", _PLAIN | {"section": _ALL}, "persistence", True),
+    AblationStep("L2 sections", "v4", _PLAIN, "longest first", True),
+    AblationStep("dynamic hand-out", "v4", _ORDERED, "L2 sections", True),
+    AblationStep("lazy rescale", "v4", _ORDERED | {"lazy": True}, "dynamic hand-out"),
+    AblationStep(LAST, "v4", _ORDERED | {"poly": True}, "dynamic hand-out"),
 )
 
 
@@ -68,7 +68,7 @@ def measure(session: Session, case: Case) -> list[Row]:
     return versions.contest(session, case, versions.enter(session, case, makers), before)
 
 
-def before_of(step: Step, causal: bool) -> str:
+def before_of(step: AblationStep, causal: bool) -> str:
     """What step is compared with; where tiles are of one length, steps about order fall out."""
     before = next(s for s in STEPS if s.name == step.before)
     return before.name if causal or not before.causal_only else before_of(before, causal)

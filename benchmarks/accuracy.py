@@ -1,17 +1,18 @@
-"""`python -m benchmarks accuracy`: how far every kernel is from fp64, by type and by what it is
-given.
+"""`python -m benchmarks accuracy`: the distance of every kernel from fp64, by type and by family of
+inputs.
 
 Rows "forward", "sink" and "long": errors of out (and of lse), one row for each kernel, type and
-family of inputs. "accumulator": the same of FP8 products that are added in fewer bits. "cache":
-what a model says over a key/value cache of 8 bits. "backward": errors of dq, dk and dv; "delta":
-the same where the roundings of out add up. "precision" and "sums": what a ring of ranks adds up, as
-`python -m benchmarks ring` measures it. "exp2": polynomials in place of the exponential unit.
+family of inputs. "accumulator": the same for FP8 products that are added in fewer bits. "cache":
+the output of a model over an 8-bit key/value cache. "backward": errors of dq, dk and dv; "delta":
+the same on inputs where the roundings of out add up. "precision" and "sums": the sums of a ring of
+ranks, as `python -m benchmarks ring` measures them. "exp2": polynomials in place of the exponential
+unit.
 
-`value` is the RMSE against fp64 of the very tensors that the kernel got. Columns beyond the
-schema's: `family`; `kind` (onchip, peer, emulated, floor); `on` (cpu, cuda); `tensor`; those of
-`accuracy_cases.Errors`; `drawn_rmse`, the RMSE against fp64 of the fp32 numbers that were drawn, so
-that rounding the inputs counts; `lse_error`, the largest; `queries`; `peers`, RMSEs of the same
-question. On a machine with a GPU its kernels are added.
+`value` is the RMSE against fp64 of the tensors that the kernel received. Columns beyond the
+schema's: `family`; `kind` (onchip, peer, emulated, floor); `on` (cpu, cuda); `tensor`; the fields
+of `accuracy_cases.Errors`; `drawn_rmse`, the RMSE against fp64 of the fp32 numbers before rounding,
+so that rounding the inputs counts; `lse_error`, the largest; `queries`; `peers`, RMSEs of the same
+cell. A GPU's kernels are included if there is one.
 """
 
 import time
@@ -22,15 +23,15 @@ from functools import cache, cached_property, partial
 import torch
 from torch import Tensor
 
-from benchmarks import accuracy_bars, cache_accuracy, delta_accuracy, exponentials, ring_ranks
+from benchmarks import accuracy_thresholds, cache_accuracy, delta_accuracy, exponentials, ring_ranks
 from benchmarks.accuracy_cases import (
     FAMILIES,
     GAPS,
     LONG_TOKENS,
     ONE_SIGN,
+    AccuracyInputs,
     Errors,
-    Family,
-    Inputs,
+    InputFamily,
     Shape,
     errors,
     long_row,
@@ -51,7 +52,7 @@ from onchip.quant import recipes
 from onchip.quant.accumulator import Accumulator
 from onchip.testing import Oracle, max_error, oracle, rmse
 
-BARS = accuracy_bars.BARS
+THRESHOLDS = accuracy_thresholds.THRESHOLDS
 PARTS = ("forward", "sink", "long", "accumulator", "cache", "backward", "delta", "ring", "exp2")
 PUBLISHED, FORWARD = Shape(4, 2048, 2048, 128), Shape(4, 512, 2048, 128)
 SINK, BACKWARD = Shape(2, 256, 2048, 128), Shape(2, 1024, 1024, 64)
@@ -74,22 +75,22 @@ def run(session: Session) -> None:
     if session.only:
         session.where |= {"flags": f"--only {' '.join(session.only)}"}
     start = time.perf_counter()
-    asked = session.only or PARTS
-    steps = [step for part in PARTS if part in asked for step in STEPS[part](session)]
+    parts = session.only or PARTS
+    steps = [step for part in PARTS if part in parts for step in STEPS[part](session)]
     session.run([*steps, ("seconds", lambda: elapsed_row(start))])
 
 
 @dataclass(frozen=True)
-class Question:
+class AccuracyCell:
     """One family of inputs in one type and size."""
 
     bench: str
-    family: Family
+    family: InputFamily
     shape: Shape
     dtype: torch.dtype
 
     @cached_property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> AccuracyInputs:
         return self.family.draw(self.shape).to(self.dtype)
 
     @cached_property
@@ -118,7 +119,7 @@ class Question:
 
 
 @cache
-def _drawn_exact(family: Family, shape: Shape) -> Tensor:
+def _drawn_exact(family: InputFamily, shape: Shape) -> Tensor:
     return oracle(*family.draw(shape)[:3]).out
 
 
@@ -131,8 +132,8 @@ def _row(case: Case, kernel: Kernel, found: Errors) -> Row:
 def served(
     session: Session, ask: Callable[[Kernel], list[Row]], candidates: Iterable[Kernel]
 ) -> list[Row]:
-    """Rows of every kernel that serves, with the yardsticks' values beside them. One that fails is
-    refused, and costs no other its row.
+    """Rows of every kernel that serves the case, with the values of the yardsticks as peers. A
+    kernel that fails is refused; the other rows are kept.
     """
     rows = []
     for kernel in candidates:
@@ -152,19 +153,19 @@ def forward_steps(session: Session) -> Iterator[Step]:
     for name, family in FAMILIES.items():
         shape = PUBLISHED if name == "outliers" else FORWARD
         for dtype in WIDE:
-            question = Question("forward", family, QUICK if session.quick else shape, dtype)
-            yield f"{name}, {_name(dtype)}", partial(forward_rows, session, question)
+            cell = AccuracyCell("forward", family, QUICK if session.quick else shape, dtype)
+            yield f"{name}, {_name(dtype)}", partial(forward_rows, session, cell)
 
 
 def _name(dtype: torch.dtype) -> str:
     return SHORT[str(dtype).removeprefix("torch.")]
 
 
-def forward_rows(session: Session, question: Question) -> list[Row]:
+def forward_rows(session: Session, cell: AccuracyCell) -> list[Row]:
     """8-bit kernels are given bf16."""
-    question = replace(question)  # what a copy has computed goes with it
-    narrow = low_precision_kernels() if question.dtype == HALF else ()
-    return served(session, question.rows, (*kernels(question.dtype), *narrow))
+    cell = replace(cell)  # frees the cached properties with the copy
+    narrow = low_precision_kernels() if cell.dtype == HALF else ()
+    return served(session, cell.rows, (*kernels(cell.dtype), *narrow))
 
 
 def sink_steps(session: Session) -> Iterator[Step]:
@@ -173,10 +174,10 @@ def sink_steps(session: Session) -> Iterator[Step]:
 
 
 def sink_rows(session: Session, gap: int) -> list[Row]:
-    family = Family(f"sink, gap {gap}", partial(sink, gap=gap))
-    question = Question("sink", family, QUICK if session.quick else SINK, HALF)
+    family = InputFamily(f"sink, gap {gap}", partial(sink, gap=gap))
+    cell = AccuracyCell("sink", family, QUICK if session.quick else SINK, HALF)
     wide = (kernel for kernel in kernels(HALF) if kernel.name not in SLOW)
-    rows = served(session, question.rows, (*wide, *low_precision_kernels(), *cast_kernels()))
+    rows = served(session, cell.rows, (*wide, *low_precision_kernels(), *cast_kernels()))
     return [row | {"gap": gap} for row in rows]
 
 
@@ -203,8 +204,8 @@ def long_rows(session: Session, value: float, tokens: int) -> list[Row]:
 def accumulator_steps(session: Session) -> Iterator[Step]:
     shape = QUICK_ACCUMULATED if session.quick else ACCUMULATED
     for family in (FAMILIES["N(0,1)"], ONE_SIGN):
-        question = Question("accumulator", family, shape, HALF)
-        ask = partial(served, session, question.rows, list(short_sums()))
+        cell = AccuracyCell("accumulator", family, shape, HALF)
+        ask = partial(served, session, cell.rows, list(short_sums()))
         yield f"short sums, {family.name}", ask
 
 
@@ -225,28 +226,28 @@ def backward_steps(session: Session) -> Iterator[Step]:
     shape = QUICK_BACKWARD if session.quick else BACKWARD
     for name in ("N(0,1)", "outliers"):
         for dtype in WIDE:
-            question = Question("backward", FAMILIES[name], shape, dtype)
-            yield f"gradients, {name}, {_name(dtype)}", partial(backward_rows, session, question)
+            cell = AccuracyCell("backward", FAMILIES[name], shape, dtype)
+            yield f"gradients, {name}, {_name(dtype)}", partial(backward_rows, session, cell)
 
 
-def backward_rows(session: Session, question: Question) -> list[Row]:
-    question = replace(question)
-    exact = exact_gradients(question.inputs)
-    ask = lambda kernel: gradient_rows(question, kernel, exact)
-    return served(session, ask, kernels(question.dtype))
+def backward_rows(session: Session, cell: AccuracyCell) -> list[Row]:
+    cell = replace(cell)
+    exact = exact_gradients(cell.inputs)
+    ask = lambda kernel: gradient_rows(cell, kernel, exact)
+    return served(session, ask, kernels(cell.dtype))
 
 
-def exact_gradients(inputs: Inputs) -> dict[str, Tensor]:
+def exact_gradients(inputs: AccuracyInputs) -> dict[str, Tensor]:
     in_fp64 = lambda q, k, v: oracle(q, k, v).out
     return Kernel("fp64", "floor", in_fp64).gradients(inputs.to(torch.float64))
 
 
-def gradient_rows(question: Question, kernel: Kernel, exact: dict[str, Tensor]) -> list[Row]:
-    case = question.case(kernel, "backward")
+def gradient_rows(cell: AccuracyCell, kernel: Kernel, exact: dict[str, Tensor]) -> list[Row]:
+    case = cell.case(kernel, "backward")
     rows = []
-    for name, got in kernel.gradients(question.inputs).items():
-        found = errors(got, exact[name], question.dtype)
-        more = {"tensor": name, "family": question.family.name}
+    for name, got in kernel.gradients(cell.inputs).items():
+        found = errors(got, exact[name], cell.dtype)
+        more = {"tensor": name, "family": cell.family.name}
         rows.append(_row(case, kernel, found) | more)
     return rows
 

@@ -1,6 +1,4 @@
-"""What `python -m benchmarks accuracy` asks of kernels: families of inputs, and how errors are
-measured.
-"""
+"""The inputs of `python -m benchmarks accuracy`, by family, and the measures of errors."""
 
 import math
 from collections.abc import Callable
@@ -26,34 +24,34 @@ class Shape(NamedTuple):
     head_dim: int
 
 
-class Inputs(NamedTuple):
-    """q, k, v as `onchip.attention` takes them, and dout where a backward pass is asked."""
+class AccuracyInputs(NamedTuple):
+    """q, k, v as `onchip.attention` takes them, and dout for a backward pass."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor | None = None
 
-    def to(self, *args) -> "Inputs":
-        return Inputs(*(None if x is None else x.to(*args) for x in self))
+    def to(self, *args) -> "AccuracyInputs":
+        return AccuracyInputs(*(None if x is None else x.to(*args) for x in self))
 
 
-class Family(NamedTuple):
+class InputFamily(NamedTuple):
     """draw(shape) gives inputs in fp32, the same numbers everywhere."""
 
     name: str
-    draw: Callable[[Shape], Inputs]
+    draw: Callable[[Shape], AccuracyInputs]
 
 
-def drawn(shape: Shape, distribution: str = "normal") -> Inputs:
-    """Inputs of `onchip.testing.make_qkv`; dout is N(0, 1)."""
+def drawn(shape: Shape, distribution: str = "normal") -> AccuracyInputs:
+    """AccuracyInputs of `onchip.testing.make_qkv`; dout is N(0, 1)."""
     heads, seqlen_q, seqlen_k, head_dim = shape
     size = {"num_heads": heads, "head_dim": head_dim}
     q, k, v = make_qkv(1, seqlen_q, seqlen_k, **size, distribution=distribution)
-    return Inputs(q, k, v, torch.randn(q.shape, generator=torch.Generator().manual_seed(1)))
+    return AccuracyInputs(q, k, v, torch.randn(q.shape, generator=torch.Generator().manual_seed(1)))
 
 
-def channel_bias(shape: Shape) -> Inputs:
+def channel_bias(shape: Shape) -> AccuracyInputs:
     """Every channel of k has a mean of its own, N(0, 100): each row's scores move together, so
     that exact attention is that of N(0, 1).
     """
@@ -62,14 +60,14 @@ def channel_bias(shape: Shape) -> Inputs:
     return inputs._replace(k=inputs.k + mean)
 
 
-def sink(shape: Shape, gap: float) -> Inputs:
+def sink(shape: Shape, gap: float) -> AccuracyInputs:
     """The first key scores about `gap` above the others' mean, and its value is small."""
     inputs = _looking_for(drawn(shape), gap, 1)
     inputs.v[:, 0] *= 0.05
     return inputs
 
 
-def _looking_for(inputs: Inputs, gap: float, keys: int) -> Inputs:
+def _looking_for(inputs: AccuracyInputs, gap: float, keys: int) -> AccuracyInputs:
     """All queries lean in one direction per head, in which the first keys lie. It is random: one
     along the diagonal would round in all channels alike, which no model's keys do.
     """
@@ -80,13 +78,13 @@ def _looking_for(inputs: Inputs, gap: float, keys: int) -> Inputs:
     return inputs._replace(q=inputs.q + math.sqrt(head_dim) * unit)
 
 
-def one_sign(shape: Shape) -> Inputs:
+def one_sign(shape: Shape) -> AccuracyInputs:
     """Values of one sign, N(-2, 1): sums of them grow with every key."""
     inputs = drawn(shape)
     return inputs._replace(v=inputs.v - 2.0)
 
 
-def ties(shape: Shape) -> Inputs:
+def ties(shape: Shape) -> AccuracyInputs:
     """Keys that tie at the maximum of most rows, where p is exactly 1; values of one sign."""
     return _looking_for(one_sign(shape), TIED, TIES)
 
@@ -94,22 +92,22 @@ def ties(shape: Shape) -> Inputs:
 FAMILIES = {
     family.name: family
     for family in (
-        Family("N(0,1)", drawn),
-        Family("outliers", partial(drawn, distribution="outlier")),
-        Family("channel bias", channel_bias),
-        Family("sink", partial(sink, gap=8.0)),
-        Family("ties", ties),
+        InputFamily("N(0,1)", drawn),
+        InputFamily("outliers", partial(drawn, distribution="outlier")),
+        InputFamily("channel bias", channel_bias),
+        InputFamily("sink", partial(sink, gap=8.0)),
+        InputFamily("ties", ties),
     )
 }
 
 
-ONE_SIGN = Family("V of one sign", one_sign)
+ONE_SIGN = InputFamily("V of one sign", one_sign)
 
 
-def long_row(value: float, tokens: int = LONG_TOKENS) -> Inputs:
-    """Few queries over very many keys, whose values are all the same: so is every weighted mean."""
+def long_row(value: float, tokens: int = LONG_TOKENS) -> AccuracyInputs:
+    """Few queries over very many keys with equal values: every weighted mean is that value."""
     q, k, _ = make_qkv(1, LONG_QUERIES, tokens, num_heads=1, head_dim=LONG_DIM)
-    return Inputs(q, k, torch.full_like(k, value))
+    return AccuracyInputs(q, k, torch.full_like(k, value))
 
 
 class Errors(NamedTuple):

@@ -1,6 +1,6 @@
-"""Who computes attention in `python -m benchmarks accuracy`: each kernel of onchip's that serves
-the case, unfused attention, the rounding model, torch's SDPA by backend, FlashAttention-3; in 8
-bits the recipes of onchip/quant, ours and others', emulated.
+"""The implementations of `python -m benchmarks accuracy`: each kernel of onchip that serves the
+case, unfused attention, the rounding model, torch's SDPA by backend, FlashAttention-3; in 8 bits
+the recipes of onchip/quant, ours and published ones, emulated.
 """
 
 import warnings
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import onchip
 import onchip.lab  # registers the kernels of the papers
-from benchmarks.accuracy_cases import Inputs
+from benchmarks.accuracy_cases import AccuracyInputs
 from onchip.cli.bench import peers
 from onchip.core.dispatch import backend_names
 from onchip.core.problem import UnsupportedError
@@ -24,7 +24,7 @@ from onchip.quant.recipes import RECIPES, Recipe
 from onchip.quant.schemes import Scheme, quantise
 from onchip.testing import rounding_model, unfused
 
-GPU_ALONE = ("hopper", "triton")  # the others' rows are those of the CPU
+GPU_ALONE = ("hopper", "triton")  # other kernels have CPU rows
 SLOW = ("paper_v1", "paper_v2", "paper_v4")  # loops in Python that count every byte
 FP8 = torch.float8_e4m3fn
 OURS = ("fp8", "int8", "int8_pv16")  # what `precision` may be
@@ -59,7 +59,7 @@ class Kernel(NamedTuple):
     dtype: torch.dtype | None = None
     lse: Callable[..., tuple[Tensor, Tensor]] | None = None
 
-    def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, inputs: AccuracyInputs) -> tuple[Tensor, Tensor | None]:
         """(out, lse or None) on the CPU; Unserved if the kernel refuses."""
         qkv = inputs.to(self.device)[:3]
         with refusals(), torch.no_grad():
@@ -68,7 +68,7 @@ class Kernel(NamedTuple):
             lse = self.lse(*qkv)[1] if self.lse else lse
         return out.cpu(), None if lse is None else lse.cpu()
 
-    def gradients(self, inputs: Inputs) -> dict[str, Tensor]:
+    def gradients(self, inputs: AccuracyInputs) -> dict[str, Tensor]:
         """dq, dk, dv for dout, on the CPU; Unserved if there is no backward."""
         *qkv, dout = inputs.to(self.device)
         leaves = [x.detach().requires_grad_() for x in qkv]

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import delta_accuracy
-from benchmarks.accuracy_bars import BARS, select
 from benchmarks.accuracy_kernels import CAST, LABELS, OURS
+from benchmarks.accuracy_thresholds import THRESHOLDS, select
 from benchmarks.memory_report import GREY, Sheet, Sheets, grid, print_sheets
 from benchmarks.ring_report import precision_sheet, sums_sheet
-from onchip.cli.bench.harness import SHORT, Row, judge
+from onchip.cli.bench.harness import SHORT, Row, check_thresholds
 
 FAMILIES = list(delta_accuracy.FAMILIES)
 TYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8")
@@ -19,7 +19,7 @@ percent = lambda x: f"{100 * x:.2g}"
 
 
 def _of(rows: list[Row], bench: str, **columns: object) -> list[Row]:
-    """Rows of a bench, by type, and in each type in the order in which they came."""
+    """Rows of a bench by type, in measured order within each type."""
     chosen = filter(select(bench, **columns), rows)
     return sorted(chosen, key=lambda row: TYPES.index(row["dtype"]))
 
@@ -99,10 +99,10 @@ def backward_sheet(rows: list[Row]) -> Sheet:
 
 def delta_sheet(rows: list[Row]) -> Sheet:
     """Families, kernels and precise_delta down: relative errors, and the mean error of delta."""
-    said = {False: "", True: "yes"}
+    precise = {False: "", True: "yes"}
     columns = ("value", "dk", "dv", "drift")
     chosen = sorted(_of(rows, "delta"), key=lambda r: FAMILIES.index(r["family"]))
-    line = lambda r: [r["family"], r["kernel"], said[r["precise_delta"]]]
+    line = lambda r: [r["family"], r["kernel"], precise[r["precise_delta"]]]
     body = [[*line(r), *(number(r[c]) for c in columns)] for r in chosen]
     heads = ["family", "kernel", "precise_delta", "dq", "dk", "dv", "mean error of delta"]
     return heads, _merged(body)
@@ -116,8 +116,8 @@ def cache_sheet(rows: list[Row]) -> Sheet:
         if r["bench"] == "cache":
             change, other = 100 * r["perplexity_change"], percent(r["other_top"])
             logits = (number(r[c]) for c in ("error", "largest_logit_error", "divergence"))
-            said = [r["kernel"], f"{r['token_bytes']:,}", f"{r['value']:.4f}", f"{change:+.4f}"]
-            body.append([*said, *logits, other])
+            cells = [r["kernel"], f"{r['token_bytes']:,}", f"{r['value']:.4f}", f"{change:+.4f}"]
+            body.append([*cells, *logits, other])
     return [*heads, "divergence, nats", "another likeliest byte, %"], body
 
 
@@ -132,14 +132,15 @@ def exp2_sheet(rows: list[Row]) -> Sheet:
     return [*heads, "2^-inf"], body
 
 
-def bars_sheet(rows: list[Row]) -> Sheet:
+def thresholds_sheet(rows: list[Row]) -> Sheet:
     """What was promised, and what was found."""
     body = []
-    for v in judge(rows, BARS):
+    for v in check_thresholds(rows, THRESHOLDS):
         found = "no row" if v.measured is None else f"{v.measured:.3g} {v.unit}"
-        asked = f"at most {v.bar.at_most:.3g} {v.unit}"
-        body.append([v.bar.name, found.strip(), asked.strip(), "met" if v.ok else "missed"])
-    return ["bar", "measured", "asked", ""], body
+        required = f"at most {v.threshold.at_most:.3g} {v.unit}"
+        verdict = "met" if v.ok else "missed"
+        body.append([v.threshold.name, found.strip(), required.strip(), verdict])
+    return ["threshold", "measured", "required", ""], body
 
 
 SHEETS: Sheets = {
@@ -154,7 +155,7 @@ SHEETS: Sheets = {
     "precision": precision_sheet,
     "sums": sums_sheet,
     "exp2": exp2_sheet,
-    "bars": bars_sheet,
+    "thresholds": thresholds_sheet,
 }
 TITLES = {
     "forward": "RMSE of out against fp64 of the same inputs",

@@ -1,12 +1,12 @@
-"""What a key/value cache of 8 bits changes in what a model says: the built-in model reads held-out
-chapters through pages, whose keys and values are bf16, e4m3 or int8.
+"""The effect of an 8-bit key/value cache on a model's output: the built-in model reads held-out
+chapters through pages in bf16, e4m3 or int8.
 
-Judged against the same model over fp32 pages: RMSE and largest difference of the logits, the mean
-Kullback-Leibler divergence of the next byte, how often the likeliest byte is another, and the
-perplexity (of a byte), which is what users see. All is computed in fp32 but what lies in the pages,
-so that the differences are the cache's alone.
+The reference is the same model over fp32 pages: RMSE and largest difference of the logits, the mean
+Kullback-Leibler divergence of the next byte, the share of positions with another most likely byte,
+and the perplexity (per byte), which users see. Everything except the pages is fp32, so that all
+differences are the cache's.
 
-    python -m benchmarks.cache_accuracy    # a table; half a minute on one core
+  python -m benchmarks.cache_accuracy    # a table; half a minute on one core
 """
 
 import lzma
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.cli.bench.harness import Case, Refused, Row
+from onchip.cli.bench.harness import Case, Row, RowRefused
 from onchip.kvcache import KVCache
 from onchip.models import Decoder, builtin, positions_of
 from onchip.quant.kv8 import FORMATS
@@ -58,11 +58,11 @@ def rows(
 def held_out(chapters: int, length: int) -> Tensor:
     """int64 (chapters, length + 1): beginnings of chapters that the model has not seen."""
     if not TEXT.exists():
-        raise Refused(f"the held-out text is not here: {TEXT} comes with the repository")
+        raise RowRefused(f"the held-out text is not here: {TEXT} comes with the repository")
     all_of_them = lzma.decompress(TEXT.read_bytes()).split(b"\n\n")[FIRST::HELD_OUT]
     long = [c for c in all_of_them if len(c) > length][:chapters]
     if len(long) < chapters:
-        raise Refused(f"{len(long)} held-out chapters are longer than {length} bytes")
+        raise RowRefused(f"{len(long)} held-out chapters are longer than {length} bytes")
     return torch.stack([torch.tensor(list(c[: length + 1])) for c in long])
 
 
@@ -73,7 +73,7 @@ def read(model: Decoder, texts: Tensor, kv_dtype: str | None, page_size: int = 1
     """
     count, length = texts.shape[0], texts.shape[1] - 1
     spec = model.cache_spec(page_size, kv_dtype if kv_dtype in FORMATS else None)
-    kind = _Rounded if kv_dtype == "bf16" else KVCache
+    kind = RoundedCache if kv_dtype == "bf16" else KVCache
     pages = 1 + count * -(-length // page_size)
     cache = kind(spec, pages, max_seqs=count, max_seqlen=length, prefix_reuse=False)
     sequences = [cache.open() for _ in range(count)]
@@ -88,7 +88,7 @@ def read(model: Decoder, texts: Tensor, kv_dtype: str | None, page_size: int = 1
     return Read(torch.cat(parts, 1), texts[:, 1:])
 
 
-class _Rounded(KVCache):
+class RoundedCache(KVCache):
     """fp32 pages that hold what bf16 pages would: everything else stays in fp32."""
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:

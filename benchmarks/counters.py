@@ -21,7 +21,7 @@ UNITS = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
 MARK = "spin_kernel"  # what torch.cuda._sleep launches: a new call begins
 
 
-class Call(NamedTuple):
+class CountedCall(NamedTuple):
     batch: int
     seqlen: int
     num_heads: int
@@ -30,7 +30,7 @@ class Call(NamedTuple):
     backward: bool = False
 
 
-class Counted(NamedTuple):
+class KernelBytes(NamedTuple):
     """One kernel of the call."""
 
     kernel: str
@@ -43,7 +43,7 @@ class Counted(NamedTuple):
 
 
 @cache
-def count(calls: tuple[Call, ...]) -> list[list[Counted]]:
+def count(calls: tuple[CountedCall, ...]) -> list[list[KernelBytes]]:
     """Every kernel of each call, after another that compiled them; ValueError without a profiler.
 
     Clocks stay as they are. Every kernel finds the caches as the one before left them: the call is
@@ -64,9 +64,9 @@ def count(calls: tuple[Call, ...]) -> list[list[Counted]]:
     return found
 
 
-def by_call(kernels: Iterable[Counted]) -> list[list[Counted]]:
+def by_call(kernels: Iterable[KernelBytes]) -> list[list[KernelBytes]]:
     """The kernels after each mark."""
-    calls: list[list[Counted]] = []
+    calls: list[list[KernelBytes]] = []
     for kernel in kernels:
         if MARK in kernel.kernel:
             calls.append([])
@@ -75,15 +75,15 @@ def by_call(kernels: Iterable[Counted]) -> list[list[Counted]]:
     return calls
 
 
-def parse(lines: Iterable[str]) -> list[Counted]:
+def parse(lines: Iterable[str]) -> list[KernelBytes]:
     """The kernels of ncu's table, which begins after lines of its own and of the program."""
     table = [line for line in lines if line.startswith('"')]
-    found: dict[str, Counted] = {}
+    found: dict[str, KernelBytes] = {}
     for row in csv.DictReader(table):
         if row["Metric Name"] not in METRICS:
             continue
         number = float(row["Metric Value"].replace(",", "")) * UNITS[row["Metric Unit"]]
-        kernel = found.get(row["ID"], Counted(row["Kernel Name"]))
+        kernel = found.get(row["ID"], KernelBytes(row["Kernel Name"]))
         found[row["ID"]] = kernel._replace(**{METRICS[row["Metric Name"]]: number})
     if not found:
         raise ValueError("ncu counted no kernel: may this user read the counters?")
@@ -92,10 +92,10 @@ def parse(lines: Iterable[str]) -> list[Counted]:
 
 def main(args: list[str]) -> None:
     for fields in json.loads(args[0]):
-        run(Call(*fields), torch.device("cuda"))
+        run(CountedCall(*fields), torch.device("cuda"))
 
 
-def run(call: Call, device: torch.device) -> None:
+def run(call: CountedCall, device: torch.device) -> None:
     """One call twice, of which the profiler sees the second."""
     shape = (call.batch, call.seqlen, call.num_heads, call.head_dim)
     make = lambda: torch.randn(shape, device=device, dtype=torch.bfloat16)

@@ -16,7 +16,7 @@ from torch import Tensor
 import onchip
 from benchmarks.trainer import Batch, Trainer
 from onchip.cli.bench.gpu import sentence
-from onchip.cli.bench.harness import Case, Refused, Row, Session
+from onchip.cli.bench.harness import Case, Row, RowRefused, Session
 from onchip.cli.bench.peers import backend
 from onchip.models import ModelConfig
 
@@ -30,7 +30,9 @@ Curve = list[float]
 
 
 def compare(session: Session, toy: bool) -> list[Row]:
-    """A row: the difference of our curve from SDPA's, beside that of another backend of SDPA."""
+    """A row: the difference of our curve from SDPA's, with that of another SDPA backend as the
+    peer.
+    """
     sizes = (TOY_SEQLEN, TOY_COUNT, TOY_STEPS) if toy else (SEQLEN, COUNT, STEPS)
     seqlen, count, num_steps = sizes
     config = ModelConfig.from_hf((TOY if toy else GPT2_SMALL) | {"n_positions": seqlen})
@@ -44,7 +46,7 @@ def compare(session: Session, toy: bool) -> list[Row]:
         if len(curves) == 3:
             break
     if len(curves) < 3:
-        raise Refused("two backends of SDPA are needed to say how far curves come apart")
+        raise RowRefused("two backends of SDPA are needed to say how far curves come apart")
     shape = (config.head_dim, seqlen, count, config.num_heads)
     name, way = "toy gpt2" if toy else "gpt2", f"{num_steps} steps"
     case = Case("train curves", name, torch.bfloat16, *shape, way=way)
@@ -56,9 +58,9 @@ def row(case: Case, curves: dict[str, Curve]) -> Row:
     (_, ours), (base, yardstick), (other, theirs) = curves.items()
     value, peer = difference(ours, yardstick), difference(theirs, yardstick)
     ratio = peer / value if value else math.inf
-    told = {"peers": {f"{other} to {base}": peer}, "best_peer": f"{other} to {base}"}
+    peer_columns = {"peers": {f"{other} to {base}": peer}, "best_peer": f"{other} to {base}"}
     largest = {name: most(curve, yardstick) for name, curve in curves.items() if name != base}
-    return case.row("onchip", value, f"RMS to {base}", ratio=ratio, **told) | {
+    return case.row("onchip", value, f"RMS to {base}", ratio=ratio, **peer_columns) | {
         "largest": largest,
         "curves": {name: [round(x, 6) for x in curve] for name, curve in curves.items()},
     }
@@ -87,7 +89,7 @@ def curve(
 def batches(device: torch.device, seqlen: int, count: int, num_steps: int) -> Iterator[Batch]:
     """Pieces of the King James Bible, drawn with one seed."""
     if not TEXT.is_file():
-        raise Refused(f"{TEXT.name} is not here: loss curves need the repository")
+        raise RowRefused(f"{TEXT.name} is not here: loss curves need the repository")
     text = torch.frombuffer(bytearray(lzma.decompress(TEXT.read_bytes())), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(0)
     positions = torch.arange(seqlen).repeat(count)

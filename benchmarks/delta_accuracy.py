@@ -1,15 +1,15 @@
-"""What `precise_delta` is worth: gradients with it and without, on inputs whose rounding errors add
-up and on N(0,1).
+"""The value of `precise_delta`: gradients with and without it, on N(0,1) and on inputs that make
+rounding errors add up.
 
-delta = rowsum(out * dout) is one number for a whole row of dS. Where values have one sign and dout
-another mean than zero, the roundings of a row of out do not cancel in it; where keys tie at the row
-maximum, so that p is exactly 1, they can all have one sign (Qiu and Yao 2025, arXiv:2510.04212, in
-whose runs this made training diverge).
+delta = rowsum(out * dout) is one number for a whole row of dS. If values have one sign and dout has
+a mean other than zero, the roundings of a row of out do not cancel in delta. If keys tie at the row
+maximum, so that p is exactly 1, the roundings can all have one sign (Qiu and Yao 2025,
+arXiv:2510.04212; in their runs this made training diverge).
 
 All keys end in the same number, so that the last column of dq is proportional to the row sums of
-dS. These are 0: what a kernel finds is minus the error of its delta.
+dS. The exact sums are 0: the result of a kernel is minus the error of its delta.
 
-    python -m benchmarks.delta_accuracy    # tables; with a GPU's kernels where there is one
+  python -m benchmarks.delta_accuracy    # tables; with a GPU's kernels where there is one
 """
 
 from collections.abc import Callable, Iterator
@@ -32,49 +32,49 @@ ON_CPU, ON_GPU = ("aten_cpu", "tiled"), ("hopper", "triton")
 Attend = Callable[..., Any]
 
 
-class Inputs(NamedTuple):
+class DeltaInputs(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
 
-    def to(self, where: torch.dtype | str) -> "Inputs":
-        return Inputs(*(t.to(where) for t in self))
+    def to(self, where: torch.dtype | str) -> "DeltaInputs":
+        return DeltaInputs(*(t.to(where) for t in self))
 
 
-def normal(shape: tuple[int, int, int, int] = SHAPE) -> Inputs:
+def normal(shape: tuple[int, int, int, int] = SHAPE) -> DeltaInputs:
     """N(0, 1), the same numbers every time, in fp32; the last column of k is 1."""
     generator = torch.Generator().manual_seed(0)
-    inputs = Inputs(*(torch.randn(shape, generator=generator) for _ in Inputs._fields))
+    inputs = DeltaInputs(*(torch.randn(shape, generator=generator) for _ in DeltaInputs._fields))
     inputs.k[..., -1] = 1.0
     return inputs
 
 
-def ties(shape: tuple[int, int, int, int] = SHAPE) -> Inputs:
+def ties(shape: tuple[int, int, int, int] = SHAPE) -> DeltaInputs:
     """The first keys are one key: rows that see it best have TIES probabilities of exactly 1 before
     the division. Values are N(-2, 1), dout is N(0.01, 0.01^2).
     """
     q, k, v, dout = normal(shape)
     k[:, :TIES] = k[:, :1]
-    return Inputs(q, k, v - 2.0, 0.01 * (dout + 1.0))
+    return DeltaInputs(q, k, v - 2.0, 0.01 * (dout + 1.0))
 
 
-def winning_ties(shape: tuple[int, int, int, int] = SHAPE) -> Inputs:
+def winning_ties(shape: tuple[int, int, int, int] = SHAPE) -> DeltaInputs:
     """The same, and every query looks for that key: dS is small, and delta's error is not."""
     inputs = ties(shape)
     return inputs._replace(q=inputs.q + inputs.k[:, :1])
 
 
-def biased_ties(shape: tuple[int, int, int, int] = SHAPE) -> Inputs:
-    """Two keys have nearly all of every row, and their values are neighbours in bf16, so that out
-    lies halfway between two numbers. The other values lie beyond and decide, however little they
-    weigh, to which of them it is rounded: away from zero, always.
+def biased_ties(shape: tuple[int, int, int, int] = SHAPE) -> DeltaInputs:
+    """Two keys have nearly all the weight of every row, and their values are neighbours in bf16, so
+    that out is halfway between two bf16 numbers. The other values are larger in magnitude: their
+    small weight always rounds out away from zero.
     """
     q, k, v, dout = normal(shape)
     k[:, 1] = k[:, 0]
     even = torch.randint(31, shape[2:], generator=torch.Generator().manual_seed(1)) * 2**-5
     v[:, 0], v[:, 1], v[:, 2:] = -2.0 - even, -2.0 - even - 2**-6, v[:, 2:] - 8.0
-    return Inputs(q + 3.0 * k[:, :1], k, v, 0.01 * (dout + 1.0))
+    return DeltaInputs(q + 3.0 * k[:, :1], k, v, 0.01 * (dout + 1.0))
 
 
 FAMILIES = {
@@ -85,15 +85,15 @@ FAMILIES = {
 }
 
 
-def gradients(attend: Attend, inputs: Inputs) -> tuple[Tensor, ...]:
+def gradients(attend: Attend, inputs: DeltaInputs) -> tuple[Tensor, ...]:
     """(out, dq, dk, dv)."""
     leaves = [t.detach().requires_grad_() for t in inputs[:3]]
     out = attend(*leaves)
     return out.detach(), *torch.autograd.grad(out, leaves, inputs.dout.to(out.dtype))
 
 
-def exact_gradients(inputs: Inputs) -> tuple[Tensor, ...]:
-    """Those of the very numbers, in fp64."""
+def exact_gradients(inputs: DeltaInputs) -> tuple[Tensor, ...]:
+    """The gradients of the rounded inputs, in fp64."""
     return gradients(lambda q, k, v: oracle(q, k, v).out, inputs.to(torch.float64))
 
 
@@ -142,8 +142,8 @@ def _model(dtype: torch.dtype, precise: bool) -> Attend:
 
 
 def backward_rows(dtype: torch.dtype = torch.bfloat16) -> list[Row]:
-    """A row for every family, kernel and precise_delta: the relative error of dq against fp64, with
-    those of dk and dv and the mean signed error of delta beside it.
+    """A row for every family, kernel and precise_delta: the relative error of dq against fp64, the
+    errors of dk and dv, and the mean signed error of delta.
     """
     return [row for name in FAMILIES for row in family_rows(name, dtype)]
 
@@ -156,11 +156,11 @@ def family_rows(family: str, dtype: torch.dtype) -> list[Row]:
     rows = []
     for kernel, device, attend in kernels(dtype):
         for precise in (False, True):
-            given = inputs.to(torch.float64) if kernel == "rounding model" else inputs.to(device)
-            got = tuple(t.to(dtype) for t in gradients(attend(precise), given)[1:])
+            operands = inputs.to(torch.float64) if kernel == "rounding model" else inputs.to(device)
+            got = tuple(t.to(dtype) for t in gradients(attend(precise), operands)[1:])
             found = errors(got, exact) | {"drift": drift(got[0], exact[0], inputs.dout)}
-            told = {"family": family, "precise_delta": precise, "on": device, "tensor": "dq"}
-            rows.append(case.row(kernel, found.pop("dq"), "relative error", **told, **found))
+            columns = {"family": family, "precise_delta": precise, "on": device, "tensor": "dq"}
+            rows.append(case.row(kernel, found.pop("dq"), "relative error", **columns, **found))
     return rows
 
 
@@ -172,8 +172,8 @@ def errors(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str, floa
 
 
 def cost_row(dtype: torch.dtype = torch.bfloat16) -> Row:
-    """Milliseconds of a forward and a backward with precise_delta, those of the plain call beside
-    them; what either keeps from the one to the other, and the most it holds meanwhile.
+    """Milliseconds of a forward and a backward with precise_delta, with the plain call as the peer;
+    the bytes that each keeps for its backward, and its peak memory.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     inputs = normal(TIMED[device.type]).to(dtype).to(device.type)
@@ -191,7 +191,7 @@ def cost_row(dtype: torch.dtype = torch.bfloat16) -> Row:
     return case.row("onchip", precise, "ms", **beside, **more)
 
 
-def kept_bytes(attend: Attend, inputs: Inputs) -> int:
+def kept_bytes(attend: Attend, inputs: DeltaInputs) -> int:
     """Of the tensors that autograd keeps of a forward, its inputs included."""
     kept: dict[int, Tensor] = {}
 

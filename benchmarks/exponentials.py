@@ -26,8 +26,8 @@ FP32_STRIDE, STEP_LOG2, EVEN_TO = 4093, -14, -16
 
 @cache
 def minimax(degree: int) -> tuple[float, ...]:
-    """Coefficients of p ~ 2^f on [0, 1], p(0) = 1, lowest power first, whose largest relative error
-    is least: by Remez' exchange, the error alternates degree + 1 times.
+    """Coefficients of p ~ 2^f on [0, 1], p(0) = 1, lowest power first, with the least largest
+    relative error: by Remez' exchange, the error alternates degree + 1 times.
     """
     f = torch.linspace(0, 1, 20_001, dtype=torch.float64)
     powers = f[:, None] ** torch.arange(1, degree + 1) / f.exp2()[:, None]
@@ -89,7 +89,7 @@ def variants() -> dict[str, Exp2]:
     return {name: partial(by_polynomial, coefficients=c) for name, c in named.items()} | ways
 
 
-class Measured(NamedTuple):
+class ExpTiming(NamedTuple):
     """Relative errors over fp32 at a stride of bit patterns; the rest over even steps of x, and
     over all numbers of a 16-bit type. Shares are of results that another rounding would give.
     """
@@ -104,10 +104,10 @@ class Measured(NamedTuple):
     at_minus_infinity: float
 
 
-def measure(exp2: Exp2, stride: int = FP32_STRIDE, step_log2: int = STEP_LOG2) -> Measured:
+def measure(exp2: Exp2, stride: int = FP32_STRIDE, step_log2: int = STEP_LOG2) -> ExpTiming:
     even = torch.arange(EVEN_TO * 2**-step_log2, 1, dtype=torch.float32) * 2.0**step_log2
     ends = exp2(torch.tensor([0.0, -torch.inf])).tolist()
-    return Measured(
+    return ExpTiming(
         float(_relative(exp2, fp32_numbers(stride)).abs().max()),
         float(_relative(exp2, even).mean()),
         *(differing(exp2, even, dtype) for dtype in (torch.bfloat16, torch.float16)),

@@ -1,9 +1,9 @@
-"""`onchip bench forward --precision fp8`: operands of 8 bits, against FlashAttention-3 in FP8.
+"""`onchip bench forward --precision fp8`: 8-bit operands, against FlashAttention-3 in FP8.
 
-Rows named "forward fp8" start from operands that are quantised already, theirs with a scale for
-each head, as it takes them; rows named "forward fp8 whole" are what a call takes, quantisation
-included, beside the same peer. "forward bf16" among the peers is the call without a precision. The
-rule of accuracy is about 16 bits: here errors are judged by what e4m3 leaves.
+Rows named "forward fp8" start from quantised operands, FlashAttention-3's with a scale for each
+head, as it takes them. Rows named "forward fp8 whole" time a whole call, quantisation included,
+against the same peer. The peer "forward bf16" is the call without a precision. The accuracy rule is
+about 16 bits: here the bound on errors is the precision of e4m3.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +16,8 @@ from torch import Tensor
 import onchip
 from benchmarks.accuracy_kernels import fa3_operands
 from onchip.cli.bench import gpu, patterns, peers
-from onchip.cli.bench.gpu import Claim, Contender, Inputs
-from onchip.cli.bench.harness import Bar, Case, Inaccurate, Row, Session, geomean
+from onchip.cli.bench.gpu import GpuCandidate, Inputs, RowSpec
+from onchip.cli.bench.harness import Case, Inaccurate, Row, Session, Threshold, geomean
 from onchip.core.problem import Options, Tensors, describe
 
 # Of the root mean square of the exact output; recipes measure 5.2 to 5.5 % on N(0,1), less on
@@ -35,14 +35,16 @@ def _over_fa3(rows: list[Row]) -> float:
     return geomean([row["ratios"]["fa3 fp8"][0] for row in rows])
 
 
-BARS = (
-    Bar("forward in 8 bits over FA3's FP8", _is_low_precision, at_least=1.0, measure=_over_fa3),
+THRESHOLDS = (
+    Threshold(
+        "forward in 8 bits over FA3's FP8", _is_low_precision, at_least=1.0, measure=_over_fa3
+    ),
 )
 
 
 @dataclass(frozen=True)
-class Prepared(Contender):
-    """A contender whose operands are made before the clock starts: prepare(q, k, v) -> job."""
+class Prepared(GpuCandidate):
+    """A candidate with operands that are made before the clock starts: prepare(q, k, v) -> job."""
 
     prepare: Callable[..., Job] = lambda q, k, v: lambda: q
 
@@ -53,11 +55,11 @@ class Prepared(Contender):
         return self.prepare(*inputs[:3])
 
 
-class NarrowJudge(gpu.OutputJudge):
+class LowPrecisionCheck(gpu.OutputCheck):
     """Strict is within LIMIT, on every distribution."""
 
-    def __call__(self, contender: Contender, strict: bool) -> dict[str, float]:
-        errors = super().__call__(contender, False)
+    def __call__(self, candidate: GpuCandidate, strict: bool) -> dict[str, float]:
+        errors = super().__call__(candidate, False)
         for name, error in errors.items():
             share = error / self.exact[name].square().mean().sqrt().item()
             if strict and not share <= LIMIT:
@@ -78,19 +80,19 @@ def measure(session: Session, case: Case) -> list[Row]:
     pattern = patterns.plain(case.seqlen, case.mask)
     sets = gpu.draw_sets(case, session.device)
     samples = {"normal": sets[0], "outlier": gpu.draw(case, session.device, "outlier")}
-    judge = NarrowJudge(samples, pattern.visible)
-    rivals = _rivals(session, case, sets, judge)
-    told = {**pattern.options, "precision": session.precision, "kernel": "hopper"}
+    check = LowPrecisionCheck(samples, pattern.visible)
+    rivals = _rivals(session, case, sets, check)
+    options = {**pattern.options, "precision": session.precision, "kernel": "hopper"}
     ours = {
         f"forward {session.precision}": Prepared(
-            "onchip", onchip.attention, sets, judge, ours=True, prepare=partial(_ours, told)
+            "onchip", onchip.attention, sets, check, ours=True, prepare=partial(_ours, options)
         ),
-        f"forward {session.precision} whole": Contender(
-            "onchip whole", partial(onchip.attention, **told), sets, judge, ours=True
+        f"forward {session.precision} whole": GpuCandidate(
+            "onchip whole", partial(onchip.attention, **options), sets, check, ours=True
         ),
     }
-    claims = [Claim(name, "hopper", contender, rivals) for name, contender in ours.items()]
-    return gpu.contest(session, case, claims, gpu.tflops(case), required=("fa3 fp8",))
+    specs = [RowSpec(name, "hopper", candidate, rivals) for name, candidate in ours.items()]
+    return gpu.contest(session, case, specs, gpu.tflops(case), required=("fa3 fp8",))
 
 
 def _ours(options: dict, q: Tensor, k: Tensor, v: Tensor) -> Job:
@@ -113,16 +115,16 @@ def _ours(options: dict, q: Tensor, k: Tensor, v: Tensor) -> Job:
 
 
 def _rivals(
-    session: Session, case: Case, sets: Sequence[Inputs], judge: gpu.Judge
-) -> list[Contender]:
+    session: Session, case: Case, sets: Sequence[Inputs], check: gpu.GpuAccuracyCheck
+) -> list[GpuCandidate]:
     causal = case.mask == "causal"
-    plain = Contender("forward bf16", partial(onchip.attention, causal=causal), sets, judge)
+    plain = GpuCandidate("forward bf16", partial(onchip.attention, causal=causal), sets, check)
     try:
         function = peers.fa3(causal=causal)
     except ImportError as error:
         session.note(f"fa3 fp8 is left out: {gpu.sentence(error)}")
         return [plain]
-    fa3 = Prepared("fa3 fp8", function, sets, judge, prepare=partial(_fa3, function))
+    fa3 = Prepared("fa3 fp8", function, sets, check, prepare=partial(_fa3, function))
     return [fa3, plain]
 
 

@@ -1,11 +1,12 @@
-"""`python -m benchmarks host`: what an eager call costs the thread that makes it, in microseconds.
+"""`python -m benchmarks host`: the time of an eager call on the calling thread, in microseconds.
 
-A call is timed from its start to its return: the GPU works on behind it. Problems are so small and
-rounds so short that the GPU keeps up and its queue never fills, so that the thread never waits; and
-a call that synchronises is refused. "host" rows run without gradients, "host grad" rows record
-them, "host backward" rows are `torch.autograd.grad` of such a call. SDPA does the same beside it.
+A call is timed from its start to its return, while the GPU runs asynchronously. Problems are so
+small and rounds so short that the GPU keeps up and its queue never fills: otherwise the thread
+would wait for the GPU. A call that synchronises is refused. "host" rows run without gradients,
+"host grad" rows record them, "host backward" rows are `torch.autograd.grad` of such a call. SDPA
+runs the same calls as the peer.
 
-`python -m benchmarks.host` shows where the microseconds of a call go, function by function.
+`python -m benchmarks.host` prints the time of a call by function.
 """
 
 import cProfile
@@ -23,8 +24,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import onchip
 from onchip.cli.bench import gpu, patterns
-from onchip.cli.bench.backward import GradientJudge, kernel_of
-from onchip.cli.bench.harness import Bar, Case, Refused, Row, Rows, Session
+from onchip.cli.bench.backward import GradientCheck, kernel_of
+from onchip.cli.bench.harness import Case, Row, RowRefused, Rows, Session, Threshold
 from onchip.cli.bench.peers import Attend
 
 CALLS = 100  # of one round: at most a few hundred launches, and the queue holds a thousand
@@ -40,7 +41,9 @@ def _named(bench: str) -> Callable[[Row], bool]:
     return lambda row: row["bench"] == bench
 
 
-BARS = tuple(Bar(f"{name}, worst cell", _named(name), at_most=us) for name, us in LIMITS_US.items())
+THRESHOLDS = tuple(
+    Threshold(f"{name}, worst cell", _named(name), at_most=us) for name, us in LIMITS_US.items()
+)
 
 
 def run(session: Session) -> None:
@@ -68,7 +71,7 @@ def measure(session: Session, case: Case, kernel: str | None) -> list[Row]:
     inputs = gpu.draw(case, session.device)
     pattern = patterns.plain(case.seqlen, case.mask)
     attend = partial(onchip.attention, kernel=kernel, **pattern.options)
-    error = _judged(case, attend, inputs, pattern.visible)
+    error = _check_accuracy(case, attend, inputs, pattern.visible)
     transposed = tuple(x.transpose(1, 2).contiguous() for x in inputs)  # its own layout, no views
     peer = partial(scaled_dot_product_attention, is_causal=case.mask == "causal")
     jobs = {"onchip": job(case.bench, attend, inputs), "sdpa": job(case.bench, peer, transposed)}
@@ -89,10 +92,10 @@ def _served_by(case: Case, inputs: gpu.Inputs) -> str:
     return onchip.explain(*inputs[:3], **options).plan.kernel
 
 
-def _judged(case: Case, attend: Attend, inputs: gpu.Inputs, visible: Rows) -> float:
+def _check_accuracy(case: Case, attend: Attend, inputs: gpu.Inputs, visible: Rows) -> float:
     """The RMSE of the call that will be timed; a refusal if it breaks the accuracy rule."""
-    judge = (GradientJudge if case.backward else gpu.OutputJudge)({"normal": inputs}, visible)
-    return judge(gpu.Contender("onchip", attend, [inputs], judge, ours=True), True)["normal"]
+    check = (GradientCheck if case.backward else gpu.OutputCheck)({"normal": inputs}, visible)
+    return check(gpu.GpuCandidate("onchip", attend, [inputs], check, ours=True), True)["normal"]
 
 
 def job(bench: str, attend: Attend, inputs: gpu.Inputs) -> Job:
@@ -143,7 +146,7 @@ def check_no_sync(call: Job) -> None:
     try:
         call()
     except RuntimeError as error:
-        raise Refused(f"a call synchronises: {gpu.sentence(error)}") from error
+        raise RowRefused(f"a call synchronises: {gpu.sentence(error)}") from error
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -158,8 +161,8 @@ class Spent(NamedTuple):
 
 
 def breakdown(call: Job, calls: int = CALLS_PROFILED) -> list[Spent]:
-    """Where the time of a call goes, most first. Profiling itself adds about a microsecond to every
-    Python function that is entered: read the order and the counts, not the sum.
+    """The time of a call by function, largest first. Profiling adds about a microsecond to every
+    Python function call: read the order and the counts, not the sum.
     """
     profile = cProfile.Profile()
     profile.enable()

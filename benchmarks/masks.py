@@ -16,8 +16,8 @@ import torch
 import onchip
 from onchip.cli.bench import gpu, patterns, peers
 from onchip.cli.bench.forward import available
-from onchip.cli.bench.gpu import Claim, Contender, Inputs
-from onchip.cli.bench.harness import Bar, Case, Row, Session, worst_cell
+from onchip.cli.bench.gpu import GpuCandidate, Inputs, RowSpec
+from onchip.cli.bench.harness import Case, Row, Session, Threshold, worst_cell
 from onchip.cli.bench.patterns import Pattern
 
 WINDOW, WINDOW_TOKENS = 1024, 65536
@@ -36,12 +36,14 @@ def _excess(rows: list[Row]) -> float:
     return max(1 / row["ratio"] - row["density"] for row in rows)
 
 
-BARS = (
-    Bar("window against its best peer, worst cell", _is("window"), 1.0, measure=worst_cell(1.0)),
-    Bar(
+THRESHOLDS = (
+    Threshold(
+        "window against its best peer, worst cell", _is("window"), 1.0, measure=worst_cell(1.0)
+    ),
+    Threshold(
         "blocks: time / dense time - density", _is("blocks"), at_most=0.05, measure=_excess, unit=""
     ),
-    Bar(
+    Threshold(
         "bits over closed form, worst cell",
         _is("bits"),
         at_least=CLOSED_FORM,
@@ -55,7 +57,7 @@ def run(session: Session) -> None:
 
 
 def steps(session: Session) -> Iterator[gpu.Step]:
-    """--seqlens stands for the length of blocks and bits; windows keep theirs."""
+    """--seqlens sets the length of blocks and bits; windows keep their own."""
     head_dims = session.head_dims or HEAD_DIMS
     lengths = session.seqlens or ((4096,) if session.quick else (LENGTH,))
     tokens = 8192 if session.quick else WINDOW_TOKENS
@@ -81,7 +83,7 @@ def _case(bench: str, mask: str, head_dim: int, n: int) -> Case:
 def window(session: Session, case: Case) -> list[Row]:
     pattern = wide_window(case.seqlen)
     sets = gpu.draw_sets(case, session.device)
-    judge = gpu.OutputJudge({"normal": sets[0]}, pattern.visible)
+    check = gpu.OutputCheck({"normal": sets[0]}, pattern.visible)
     makers = {
         "fa3": lambda: peers.fa3(causal=True, window_size=(WINDOW - 1, 0)),
         "fa2": lambda: peers.fa2_window(WINDOW),
@@ -89,9 +91,9 @@ def window(session: Session, case: Case) -> list[Row]:
     if session.flex:
         mod = lambda b, h, q, k: (q >= k) & (q - k < WINDOW)
         makers["flex"] = lambda: peers.flex(case.seqlen, mod, session.device)
-    rivals = available(session, makers, sets, judge)
-    claim = Claim(case.bench, *_ours("onchip", pattern, sets), rivals)
-    return gpu.contest(session, case, [claim], gpu.MILLISECONDS, required=("fa2",))
+    rivals = available(session, makers, sets, check)
+    spec = RowSpec(case.bench, *_ours("onchip", pattern, sets), rivals)
+    return gpu.contest(session, case, [spec], gpu.MILLISECONDS, required=("fa2",))
 
 
 def blocks(session: Session, case: Case, density: float) -> list[Row]:
@@ -109,13 +111,13 @@ def bits(session: Session, case: Case, closed: Pattern) -> list[Row]:
 def compare(session: Session, case: Case, ours: Pattern, name: str, other: Pattern) -> list[Row]:
     """Our call under one pattern against our call under another, both held to the rule."""
     sets = gpu.draw_sets(case, session.device)
-    claim = Claim(case.bench, *_ours("onchip", ours, sets), [_ours(name, other, sets)[1]])
-    return gpu.contest(session, case, [claim], gpu.MILLISECONDS)
+    spec = RowSpec(case.bench, *_ours("onchip", ours, sets), [_ours(name, other, sets)[1]])
+    return gpu.contest(session, case, [spec], gpu.MILLISECONDS)
 
 
-def _ours(name: str, pattern: Pattern, sets: Sequence[Inputs]) -> tuple[str, Contender]:
-    """The kernel that serves the pattern, and the contender."""
+def _ours(name: str, pattern: Pattern, sets: Sequence[Inputs]) -> tuple[str, GpuCandidate]:
+    """The kernel that serves the pattern, and the candidate."""
     kernel = onchip.explain(*sets[0], **pattern.options).plan.kernel
     attend = partial(onchip.attention, **pattern.options)
-    judge = gpu.OutputJudge({"normal": sets[0]}, pattern.visible)
-    return kernel, Contender(name, attend, sets, judge, ours=True)
+    check = gpu.OutputCheck({"normal": sets[0]}, pattern.visible)
+    return kernel, GpuCandidate(name, attend, sets, check, ours=True)

@@ -1,19 +1,18 @@
-"""`python -m benchmarks memory`: what a key/value cache wastes, by how it is allocated; a
-simulation.
+"""`python -m benchmarks memory`: the waste of a key/value cache by allocator; a simulation.
 
 A 13B model of 2023 (40 layers, 40 heads of 128, fp16, 26 GB of weights) on 40 and 80 GiB, offered
-1.5 times what a perfect allocator could hold, so that somebody always waits:
+1.5 times the load that a perfect allocator could hold, so that a request always waits:
 
-    max            2,048 slots for everybody, contiguous, first fit
-    pow2           the prompt, and the output rounded up to a power of two; likewise
-    oracle         exactly the final length, known in advance; likewise
-    pow2 buddy     the last two from a buddy allocator, which the PagedAttention paper gave its
-    oracle buddy   baselines
-    paged 16       pages of a real onchip.kvcache.Pool, on demand; the newest is preempted
-    paged, 5 %     the same, with 5 % instead of 1 % of the pages kept from newcomers
+  max            2,048 slots for every request, contiguous, first fit
+  pow2           the prompt, and the output rounded up to a power of two; likewise
+  oracle         exactly the final length, known in advance; likewise
+  pow2 buddy     the last two from a buddy allocator, which the PagedAttention paper gave its
+  oracle buddy   baselines
+  paged 16       pages of a real onchip.kvcache.Pool, on demand; the newest is preempted
+  paged, 5 %     the same, with 5 % instead of 1 % of the pages withheld from new requests
 
-Bars are the claims about long conversations; memory_report.py holds every published figure against
-these rows, and says so where one does not follow from its own assumptions.
+Thresholds are the claims about long conversations. memory_report.py compares every published figure
+with these rows, and reports each figure that does not follow from its own assumptions.
 """
 
 import time
@@ -30,19 +29,19 @@ from benchmarks.simulation import (
     Contiguous,
     Lognormal,
     Paged,
-    Request,
-    Server,
     Sharing,
+    SimRequest,
+    SimServer,
+    SimUsage,
+    SimWorkload,
     Uniform,
-    Usage,
-    Workload,
     arrivals,
     beam_search,
     parallel_sampling,
     power_of_two,
     rate_of,
 )
-from onchip.cli.bench.harness import Bar, Case, Row, Session
+from onchip.cli.bench.harness import Case, Row, Session, Threshold
 
 SEED = 0
 GIB = 2**30
@@ -56,7 +55,7 @@ TURNOVERS = (0.1, 1.0)
 Step = tuple[str, Callable[[], Row | list[Row]]]
 
 
-class Model(NamedTuple):
+class CacheModel(NamedTuple):
     """What decides the bytes of a cache."""
 
     num_layers: int = 40
@@ -72,28 +71,28 @@ class Model(NamedTuple):
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
 
     def slots(self, gib: int) -> int:
-        """The tokens for which 90 % of a GPU has room beside the weights."""
+        """The tokens that fit into 90 % of a GPU's memory next to the weights."""
         return int((0.9 * gib * GIB - self.weights_bytes) // self.token_bytes)
 
 
-MODEL = Model()
-CHAT = Workload("chat", Lognormal(161, 1.0), Lognormal(338, 1.0))
-INSTRUCT = Workload("instruct", Lognormal(19.3, 1.0), Lognormal(58.5, 1.0))
-UNIFORM = Workload("uniform", Uniform(100, 1024), Uniform(100, 1024))
-EVEN = Workload("even", Lognormal(161, 0.5), Lognormal(338, 0.5))
-SKEWED = Workload("skewed", Lognormal(161, 1.5), Lognormal(338, 1.5))
+MODEL = CacheModel()
+CHAT = SimWorkload("chat", Lognormal(161, 1.0), Lognormal(338, 1.0))
+INSTRUCT = SimWorkload("instruct", Lognormal(19.3, 1.0), Lognormal(58.5, 1.0))
+UNIFORM = SimWorkload("uniform", Uniform(100, 1024), Uniform(100, 1024))
+EVEN = SimWorkload("even", Lognormal(161, 0.5), Lognormal(338, 0.5))
+SKEWED = SimWorkload("skewed", Lognormal(161, 1.5), Lognormal(338, 1.5))
 WORKLOADS = (CHAT, INSTRUCT, UNIFORM)
 
 
-def _max(request: Request) -> int:
+def _max(request: SimRequest) -> int:
     return MODEL.max_length
 
 
-def _pow2(request: Request) -> int:
+def _pow2(request: SimRequest) -> int:
     return min(MODEL.max_length, request.prompt + power_of_two(request.output))
 
 
-def _oracle(request: Request) -> int:
+def _oracle(request: SimRequest) -> int:
     return request.final
 
 
@@ -118,18 +117,18 @@ def _waste(choose: Callable[..., float]) -> Callable[[list[Row]], float]:
     return lambda rows: choose(100 * waste(row) for row in rows)
 
 
-BARS = (
-    Bar("waste of max, chat, least", _is("allocation", WASTEFUL), 60, None, _waste(min), "%"),
-    Bar("waste of max, chat, most", _is("allocation", WASTEFUL), None, 80, _waste(max), "%"),
-    Bar("waste of pages of 16, chat", _is("allocation", PAGED), None, 4, _waste(max), "%"),
-    Bar(
+THRESHOLDS = (
+    Threshold("waste of max, chat, least", _is("allocation", WASTEFUL), 60, None, _waste(min), "%"),
+    Threshold("waste of max, chat, most", _is("allocation", WASTEFUL), None, 80, _waste(max), "%"),
+    Threshold("waste of pages of 16, chat", _is("allocation", PAGED), None, 4, _waste(max), "%"),
+    Threshold(
         "sequences, pages of 16 against max",
         _is("allocation", PAGED),
         at_least=2,
         measure=lambda rows: min(row["value"] / row["peers"][WASTEFUL] for row in rows),
         unit="x",
     ),
-    Bar("the whole simulation", lambda row: row["bench"] == "simulation", at_most=30),
+    Threshold("the whole simulation", lambda row: row["bench"] == "simulation", at_most=30),
 )
 
 
@@ -198,17 +197,17 @@ def sharing_steps(requests: int) -> Iterator[Step]:
 
 
 def simulate(
-    allocator: Allocator, workload: Workload, lifetimes: int, sample_every: int = 1000
-) -> Usage:
+    allocator: Allocator, workload: SimWorkload, lifetimes: int, sample_every: int = 1000
+) -> SimUsage:
     """The allocator under LOAD for as many times the workload's mean output."""
     mean_output = sum(o for _, o in islice(workload.lengths(SEED), 4096)) / 4096
     steps = round(lifetimes * mean_output)
     coming = arrivals(workload, rate_of(workload, allocator.slots, LOAD, SEED), steps, SEED)
-    return Server(allocator, round(WARMUP * mean_output), sample_every).run(coming, steps)
+    return SimServer(allocator, round(WARMUP * mean_output), sample_every).run(coming, steps)
 
 
 def allocation(
-    bench: str, gib: int, workload: Workload, names: tuple[str, ...], lifetimes: int
+    bench: str, gib: int, workload: SimWorkload, names: tuple[str, ...], lifetimes: int
 ) -> list[Row]:
     """A row per allocator; pages have the contiguous ones as peers."""
     slots = MODEL.slots(gib)
@@ -226,7 +225,7 @@ def _against(peers: dict[str, float], value: float) -> Row:
     return {"peers": peers, "best_peer": best, "ratio": value / peers[best]}
 
 
-def usage_row(bench: str, kernel: str, workload: Workload, slots: int, usage: Usage) -> Row:
+def usage_row(bench: str, kernel: str, workload: SimWorkload, slots: int, usage: SimUsage) -> Row:
     """`value` is the mean number of sequences that run; the parts are fractions of all slots."""
     mean = usage.mean
     parts = {n: getattr(mean, n) / slots for n in ("used", "reserved", "internal", "external")}
@@ -234,14 +233,16 @@ def usage_row(bench: str, kernel: str, workload: Workload, slots: int, usage: Us
     return row | {"slots": slots, "again": usage.recomputed / usage.generated}
 
 
-def page_size_row(page_size: int, workload: Workload) -> Row:
+def page_size_row(page_size: int, workload: SimWorkload) -> Row:
     slots = MODEL.slots(40)
     usage = simulate(Paged(slots, page_size), workload, SWEPT)
     row = usage_row("page size", f"paged {page_size}", workload, slots, usage)
     return row | {"gib": 40, "page_size": page_size}
 
 
-def sharing_row(name: str, workload: Workload, width: int, simulated: Callable[[], Sharing]) -> Row:
+def sharing_row(
+    name: str, workload: SimWorkload, width: int, simulated: Callable[[], Sharing]
+) -> Row:
     """`copied` and `moved` are tokens per token generated, by pages and in one piece."""
     shared = simulated()
     per_token = {n: getattr(shared, n) / shared.generated for n in ("copied", "moved")}
@@ -250,5 +251,5 @@ def sharing_row(name: str, workload: Workload, width: int, simulated: Callable[[
 
 
 def waste(row: Row) -> float:
-    """The fraction of the slots that holds nothing while somebody waits."""
+    """The fraction of the slots that is empty while a request waits."""
     return row["reserved"] + row["internal"] + row["external"]

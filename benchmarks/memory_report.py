@@ -19,7 +19,7 @@ ASSUMED = (
     " has the means of Alpaca (19 and 58) and sigma 1; uniform is 100 to 1,024 for both. A request"
     " of more than 2,048 tokens is drawn again: the mean output of chat is then 304.",
     "Arrivals are Poisson, 1.5 times what would fill every slot. A step gives every sequence that"
-    " runs a token; a prompt is stored when it is admitted. How long a step takes is not asked.",
+    " runs a token; a prompt is stored when it is admitted. How long a step takes is not selected.",
     "In per cent of the slots, averaged over time: used hold a token; reserved will hold one of the"
     " sequence that has them; internal never will; external are free, but not for the request at"
     " the head of the queue. Waste is all but the first.",
@@ -88,7 +88,7 @@ def sharing_sheet(rows: list[Row]) -> Sheet:
     return ["lengths", "saved by", *map(str, widths), "copied", "contiguous"], body
 
 
-class Claim(NamedTuple):
+class MemoryClaim(NamedTuple):
     """A published figure, what was simulated, and whether the one follows from its assumptions."""
 
     published: str
@@ -96,8 +96,8 @@ class Claim(NamedTuple):
     verdict: str
 
 
-def claims(rows: list[Row]) -> list[Claim]:
-    """Every published figure that the rows speak to."""
+def claims(rows: list[Row]) -> list[MemoryClaim]:
+    """Every published figure that the rows can confirm or contradict."""
     waste = (_max_claim(rows), _paged_claim(rows), _used_claim(rows))
     sequences = (_more_claim(rows), _tutorial_claim(rows), _bytes_claim())
     return [*waste, *sequences, _samples_claim(rows), _beams_claim(rows)]
@@ -108,8 +108,8 @@ def claims_sheet(rows: list[Row]) -> Sheet:
 
 
 def _find(rows: list[Row], kernel: str, mask: str = "chat", gib: int = 40) -> Row:
-    asked = {"bench": "allocation", "kernel": kernel, "mask": mask, "gib": gib}
-    return next(row for row in rows if asked.items() <= row.items())
+    selected = {"bench": "allocation", "kernel": kernel, "mask": mask, "gib": gib}
+    return next(row for row in rows if selected.items() <= row.items())
 
 
 def _wastes(rows: list[Row], kernel: str) -> dict[str, list[float]]:
@@ -126,7 +126,7 @@ def _listed(wastes: dict[str, list[float]]) -> str:
     return "; ".join(f"{name} {span(values)} %" for name, values in wastes.items())
 
 
-def _max_claim(rows: list[Row]) -> Claim:
+def _max_claim(rows: list[Row]) -> MemoryClaim:
     found = _wastes(rows, "max")
     inside = [name for name, values in found.items() if all(60 <= x <= 80 for x in values)]
     spread = [f"{100 * waste(r):.1f}" for r in rows if (r["bench"], r["kernel"]) == SPREAD]
@@ -134,15 +134,15 @@ def _max_claim(rows: list[Row]) -> Claim:
         f"follows for {', '.join(inside) or 'none'}, where other spreads of the same means give"
         f" {' and '.join(spread)}; it is a fact about lengths"
     )
-    return Claim("contiguous allocation wastes 60-80 % (vLLM, 2023)", _listed(found), verdict)
+    return MemoryClaim("contiguous allocation wastes 60-80 % (vLLM, 2023)", _listed(found), verdict)
 
 
-def _paged_claim(rows: list[Row]) -> Claim:
+def _paged_claim(rows: list[Row]) -> MemoryClaim:
     found = _wastes(rows, "paged 16")
     inside = [name for name, values in found.items() if all(x < 4 for x in values)]
     outside = [_half_a_page(rows, name) for name in found if name not in inside]
     verdict = "; ".join([f"follows for {', '.join(inside) or 'none'}", *outside])
-    return Claim("pages of 16 waste under 4 % (vLLM, 2023)", _listed(found), verdict)
+    return MemoryClaim("pages of 16 waste under 4 % (vLLM, 2023)", _listed(found), verdict)
 
 
 def _half_a_page(rows: list[Row], mask: str) -> str:
@@ -154,10 +154,10 @@ def _half_a_page(rows: list[Row], mask: str) -> str:
     )
 
 
-def _used_claim(rows: list[Row]) -> Claim:
+def _used_claim(rows: list[Row]) -> MemoryClaim:
     used = {name: 100 * _find(rows, name)["used"] for name in ("max", "oracle buddy", "oracle")}
     close = abs(used["max"] - 20.4) < 2 and abs(used["oracle buddy"] - 38.2) < 2
-    return Claim(
+    return MemoryClaim(
         "20.4 % (max) to 38.2 % (oracle) of the slots hold tokens (PagedAttention, SOSP 2023)",
         f"max {used['max']:.1f} %, oracle buddy {used['oracle buddy']:.1f} % on 40 GiB",
         f"{_follows(close)} with the buddy allocator that the paper gave its baselines; first fit"
@@ -169,11 +169,11 @@ def _follows(yes: bool) -> str:
     return "follows" if yes else "does not follow"
 
 
-def _more_claim(rows: list[Row]) -> Claim:
+def _more_claim(rows: list[Row]) -> MemoryClaim:
     paged = _find(rows, "paged 16", gib=80)
     ratios = {name: paged["value"] / value for name, value in paged["peers"].items()}
     inside = [name for name, ratio in ratios.items() if 2 <= ratio <= 4]
-    return Claim(
+    return MemoryClaim(
         "2-4x more sequences in the same memory",
         "80 GiB, against " + ", ".join(f"{name} {ratio:.1f}x" for name, ratio in ratios.items()),
         f"follows against {', '.join(inside)}; not as throughput: a step with more sequences takes"
@@ -181,10 +181,10 @@ def _more_claim(rows: list[Row]) -> Claim:
     )
 
 
-def _tutorial_claim(rows: list[Row]) -> Claim:
+def _tutorial_claim(rows: list[Row]) -> MemoryClaim:
     both = lambda gib: [_find(rows, kernel, gib=gib)["value"] for kernel in ("max", "paged 16")]
     contiguous, paged = both(80)
-    return Claim(
+    return MemoryClaim(
         "LLaMA-13B on 80 GB: about 8 sequences contiguous, 40 paged (a tutorial)",
         "80 GiB: {:.0f} and {:.0f}; 40 GiB: {:.0f} and {:.0f}".format(*both(80), *both(40)),
         f"does not follow: {contiguous:.0f} reservations of 2,048 fit; 8 would be of"
@@ -195,26 +195,26 @@ def _tutorial_claim(rows: list[Row]) -> Claim:
 
 def _savings(rows: list[Row], kernel: str, mask: str) -> list[float]:
     """In per cent, by width."""
-    asked = {"bench": "sharing", "kernel": kernel, "mask": mask}
-    return [row["value"] for row in rows if asked.items() <= row.items()]
+    selected = {"bench": "sharing", "kernel": kernel, "mask": mask}
+    return [row["value"] for row in rows if selected.items() <= row.items()]
 
 
 def _span(values: list[float]) -> str:
     return f"{min(values):.1f}-{max(values):.1f} %"
 
 
-def _samples_claim(rows: list[Row]) -> Claim:
+def _samples_claim(rows: list[Row]) -> MemoryClaim:
     found = {mask: _savings(rows, "samples", mask) for mask in ("instruct", "chat")}
     published = {"instruct": (6.1, 9.8), "chat": (16.2, 30.5)}
     gaps = [abs(f(found[m]) - f(published[m])) for m in found for f in (min, max)]
-    return Claim(
+    return MemoryClaim(
         "2 to 6 samples save 6.1-9.8 % (Alpaca), 16.2-30.5 % (ShareGPT) (SOSP 2023)",
         ", ".join(f"{mask} {_span(values)}" for mask, values in found.items()),
         f"follows within {max(gaps):.0f} points: (n - 1) / n of what full pages of prompts hold",
     )
 
 
-def _beams_claim(rows: list[Row]) -> Claim:
+def _beams_claim(rows: list[Row]) -> MemoryClaim:
     low, high = "samples", "beams, turnover 1"  # beams that are never replaced, and always
     span = lambda mask: f"{_span(_savings(rows, low, mask))} to {_span(_savings(rows, high, mask))}"
     between = all(
@@ -222,7 +222,7 @@ def _beams_claim(rows: list[Row]) -> Claim:
         for mask, published in (("instruct", (37.6, 55.2)), ("chat", (44.3, 66.3)))
         for f in (min, max)
     )
-    return Claim(
+    return MemoryClaim(
         "2 to 6 beams save 37.6-55.2 % (Alpaca), 44.3-66.3 % (ShareGPT) (SOSP 2023)",
         f"turnover 0 to 1: instruct {span('instruct')}, chat {span('chat')}",
         f"{'lies between' if between else 'lies outside'}, but does not follow: it depends on how"
@@ -230,10 +230,10 @@ def _beams_claim(rows: list[Row]) -> Claim:
     )
 
 
-def _bytes_claim() -> Claim:
+def _bytes_claim() -> MemoryClaim:
     token_bytes = 2 * 80 * 8 * 128 * 2
     gib = lambda tokens: f"{token_bytes * tokens / GIB:.1f} GiB"
-    return Claim(
+    return MemoryClaim(
         "LLaMA-2 70B: 320 KB per token, 39 GB at 128K (a tutorial)",
         f"2 x 80 x 8 x 128 x 2 = {token_bytes:,}; x 131,072 = {gib(131_072)}",
         f"the first follows; the second is that of 128,000 tokens, {gib(128_000)}",
@@ -255,7 +255,9 @@ TITLES = {
 
 
 def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> None:
-    """The arithmetic, the tables, and what was assumed; memory over time, drawn if asked."""
+    """Print the arithmetic, the tables and the assumptions; draw memory over time if a picture is
+    given.
+    """
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
     for line in (*arithmetic(rows), ""):
         say(line)
@@ -275,7 +277,7 @@ def grid(
     column: Callable[[Row], str],
     cell: Callable[[Row], str],
 ) -> Sheet:
-    """(columns, lines of cells), both in the order in which rows came."""
+    """(columns, lines of cells), both in the order of the rows."""
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     columns: dict[str, None] = {}
     for row in rows:
@@ -285,7 +287,7 @@ def grid(
 
 
 def print_sheets(console: Any, rows: list[Row], sheets: Sheets, titles: dict[str, str]) -> None:
-    """Those of the sheets that have a title, and a line."""
+    """The sheets that have a title and at least one line."""
     for name, title in titles.items():
         heads, body = sheets[name](rows)
         if body:

@@ -1,11 +1,12 @@
-"""Open-loop load on a server of the OpenAI API: requests come when they come, answered or not.
+"""Open-loop load on a server of the OpenAI API: requests arrive at given times, whether earlier
+ones are answered or not.
 
-    python -m benchmarks.openloop http://127.0.0.1:8000 --rate 5 --seconds 600 --pid PID
+  python -m benchmarks.openloop http://127.0.0.1:8000 --rate 5 --seconds 600 --pid PID
 
-A closed loop waits for an answer before it asks again, and so hides how long others would have
-waited; here arrivals are drawn beforehand (a Poisson process) and kept. `crowd` is a closed loop
-all the same: as many connections as there are clients, for as long as it lasts. Nothing but
-asyncio: the client must not be what is measured.
+A closed loop waits for a response before its next request, and so hides the waiting time of other
+clients. Here arrivals are drawn in advance (a Poisson process) and kept. `crowd` is a closed loop:
+one connection for each client, open during the whole run. The client uses asyncio alone, so that
+its own cost does not distort the measurement.
 """
 
 import argparse
@@ -94,7 +95,7 @@ async def run(url: str, load: Load, *, key: str | None = None) -> list[Outcome]:
 
 
 async def ask(url: str, body: dict, due_s: float, key: str | None = None) -> Outcome:
-    """One streamed completion; whatever goes wrong is in the outcome."""
+    """One streamed completion; any error is recorded in the outcome."""
     outcome = Outcome(due_s)
     parts = urlsplit(url)
     try:
@@ -110,7 +111,7 @@ async def ask(url: str, body: dict, due_s: float, key: str | None = None) -> Out
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict:
-    """Counts, tokens a second, and times of those that were answered, in milliseconds."""
+    """Counts, tokens a second, and times of the answered requests, in milliseconds."""
     good = [o for o in outcomes if o.ok]
     gaps = [gap for o in good for gap in o.gaps_s]
     span = max((o.last_s or o.due_s for o in good), default=0.0) - min(
@@ -130,8 +131,8 @@ def summary(outcomes: Sequence[Outcome]) -> dict:
 
 
 def neighbours(values: Sequence[float]) -> float:
-    """The mean `fairness` of values that follow one another: over minutes a machine has other
-    things to do, which is nobody's unfairness.
+    """The mean `fairness` of consecutive values: over minutes the load of the machine changes,
+    which is not unfairness of the server.
     """
     groups = [values[i : i + _NEIGHBOURS] for i in range(0, len(values), _NEIGHBOURS)]
     return sum(map(fairness, groups)) / len(groups) if groups else 1.0
@@ -169,7 +170,7 @@ def growth_mib(samples: Sequence[tuple[float, float]]) -> float:
 
 
 async def watched(work: Awaitable[T], pid: int | None, every_s: float = 5.0) -> tuple[T, dict]:
-    """What the work gives, and how the server's memory was beside it."""
+    """The result of the work, and the server's memory during it."""
     samples: list[tuple[float, float]] = []
     sampling = asyncio.create_task(sample_memory(pid, every_s, samples)) if pid else None
     result = await work
@@ -181,14 +182,14 @@ async def watched(work: Awaitable[T], pid: int | None, every_s: float = 5.0) -> 
 
 
 async def soak(url: str, load: Load, pid: int | None, every_s: float = 5.0) -> dict:
-    """The load, with the server's memory beside it."""
+    """Run the load and sample the server's memory."""
     outcomes, memory = await watched(run(url, load), pid, every_s)
     return summary(outcomes) | memory
 
 
 async def crowd(url: str, load: Load, span_s: float) -> list[list[Outcome]]:
-    """load.num_requests clients, each of which asks again as soon as it is answered, for span_s
-    seconds: so many connections are open all the time. Outcomes by client.
+    """Run load.num_requests clients for span_s seconds. Each sends its next request as soon as it
+    has a response, so that all connections are in use all the time. Outcomes by client.
     """
     end = time.monotonic() + span_s
 

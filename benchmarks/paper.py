@@ -1,8 +1,8 @@
 """`python -m benchmarks paper`: published figures about attention's bytes, predicted and measured.
 
-The papers run one head at a time on the CPU, with ledgers that count every byte over the HBM
-boundary; times are those of this machine. On a GPU with NVIDIA's profiler the counters of the
-hardware stand beside the prediction for our own kernel. paper_claims.py has the figures.
+The published kernels run one head at a time on the CPU, with ledgers that count every byte over the
+HBM boundary; times are of this machine. On a GPU with NVIDIA's profiler the hardware counters are
+compared with the prediction for our own kernel. The figures are in paper_claims.py.
 """
 
 import time
@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks import counters
-from benchmarks.paper_claims import Claim, claims, verdict
-from onchip.cli.bench.harness import Bar, Case, Refused, Row, Session
+from benchmarks.paper_claims import PaperClaim, claims, verdict
+from onchip.cli.bench.harness import Case, Row, RowRefused, Session, Threshold
 from onchip.cost import make_problem
 
 PARTS = ("claims", "counters")
 # 16k tokens, 2,048 of hidden size; from 4,096 on keys and values of the heads at work fit the L2.
 COUNTED = tuple(
-    counters.Call(16384 // n, n, 2048 // d, d, causal)
+    counters.CountedCall(16384 // n, n, 2048 // d, d, causal)
     for d in (64, 128)
     for n in (4096, 16384)
     for causal in (False, True)
@@ -37,15 +37,15 @@ def _steps(session: Session) -> Iterator[tuple[str, Callable[[], Row]]]:
     if "claims" in parts:
         for claim in claims():
             slow = session.quick and claim.measure is not None and not claim.exact
-            asked = claim._replace(measure=None) if slow else claim
-            yield claim.what, lambda asked=asked: claim_row(asked)
+            shortened = claim._replace(measure=None) if slow else claim
+            yield claim.what, lambda shortened=shortened: claim_row(shortened)
     if "counters" in parts and torch.cuda.is_available():
         session.where["device"] = torch.cuda.get_device_name()
         for i, call in enumerate(COUNTED):
             yield f"counters, {call.seqlen}", lambda i=i: counter_row(i)
 
 
-def claim_row(claim: Claim) -> Row:
+def claim_row(claim: PaperClaim) -> Row:
     """`value` is what was measured here, else what was predicted."""
     measured = claim.measure() if claim.measure else None
     value = claim.predicted if measured is None else measured
@@ -68,20 +68,20 @@ def counter_row(which: int) -> Row:
     """
     call = COUNTED[which]
     shape = {"batch": call.batch, "num_heads": call.num_heads, "head_dim": call.head_dim}
-    asked = make_problem(call.seqlen, dtype=torch.bfloat16, causal=call.causal, **shape)
+    problem = make_problem(call.seqlen, dtype=torch.bfloat16, causal=call.causal, **shape)
     try:
         found = sum(kernel.hbm_bytes for kernel in counters.count(COUNTED)[which])
     except ValueError as error:
-        raise Refused(str(error)) from error
+        raise RowRefused(str(error)) from error
     mask = "causal" if call.causal else "none"
-    case = Case("counters", mask, asked.dtype, call.head_dim, call.seqlen, call.batch)
-    gap = found / asked.min_bytes - 1
+    case = Case("counters", mask, problem.dtype, call.head_dim, call.seqlen, call.batch)
+    gap = found / problem.min_bytes - 1
     return case.row(
         f"HBM traffic, ours, {call.seqlen:,} x {call.head_dim} {mask}",
         found / 1e9,
         "GB",
         published=None,
-        predicted=asked.min_bytes / 1e9,
+        predicted=problem.min_bytes / 1e9,
         measured=found / 1e9,
         exact=False,
         source="ncu",
@@ -98,15 +98,15 @@ def gap(rows: list[Row]) -> float:
     return max(100 * abs(row["measured"] / row["predicted"] - 1) for row in rows)
 
 
-BARS = (
-    Bar(
+THRESHOLDS = (
+    Threshold(
         "ledgers are as predicted, within",
         lambda row: bool(row.get("exact")) and row["measured"] is not None,
         at_most=1e-9,
         measure=gap,
         unit="%",
     ),
-    Bar(
+    Threshold(
         "traffic of our kernels by the counters, within",
         lambda row: row["bench"] == "counters",
         at_most=5.0,
@@ -114,5 +114,5 @@ BARS = (
         unit="%",
         optional=True,
     ),
-    Bar("all of it", lambda row: row["bench"] == "elapsed", at_most=SECONDS),
+    Threshold("all of it", lambda row: row["bench"] == "elapsed", at_most=SECONDS),
 )

@@ -1,7 +1,7 @@
-"""Published figures about attention and its bytes, each with what cost predicts for it, how it
-is measured here, and why it does not follow where it does not.
+"""Published figures about attention and its bytes, each with the prediction of onchip.cost, its
+measurement here, and the reason if it does not follow.
 
-Bytes are those of fp16, one head executed and multiplied by their number: heads share nothing.
+Bytes are for fp16, one head executed and multiplied by the number of heads: heads share nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ PAPER = "FlashAttention, NeurIPS 2022"
 SURVEY, BLOG, TUTORIAL = "a survey, 2025", "a blog, 2025", "a tutorial, 2025"
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 HALF = torch.float16
-# Figure 2: GPT-2 medium on an A100 of 40 GB, whose processors have 192 KB of on-chip memory.
+# Figure 2: GPT-2 medium on an A100 of 40 GB, with 192 KB of on-chip memory per processor.
 SEQLEN, HEAD_DIM, HEADS = 1024, 64, 64 * 16
 A100_40GB = 1.555e12  # bytes a second: NVIDIA A100 datasheet
 ALL_SRAM = Chip(sram=192 * KIB // 2, scratch=HALF)
@@ -34,7 +34,7 @@ MEASURED_LENGTH = 16384  # longer ones would take minutes here
 NOT_LINEAR = "N^2 d^2 / M is quadratic in N, whatever M"
 
 
-class Claim(NamedTuple):
+class PaperClaim(NamedTuple):
     """One figure. measure() runs something here; exact: it must give what was predicted."""
 
     section: str
@@ -47,24 +47,24 @@ class Claim(NamedTuple):
     reason: str = ""
     exact: bool = False
     bound: bool = False  # what was predicted is the least that is possible
-    tolerance: float | None = 0.1  # None: not judged
+    tolerance: float | None = 0.1  # None: not checked
 
 
-def verdict(claim: Claim, measured: float | None = None) -> str:
+def verdict(claim: PaperClaim, measured: float | None = None) -> str:
     """Whether the published figure follows from what is known, or, where none was published, a
     ledger from what was predicted; the reason, if there is one.
     """
     if claim.predicted is None or claim.tolerance is None:
         return claim.reason
     if claim.published is None:
-        judged = _counted(claim.predicted, measured) if claim.exact else ""
-        return "; ".join(filter(None, (judged, claim.reason)))
+        outcome = _counted(claim.predicted, measured) if claim.exact else ""
+        return "; ".join(filter(None, (outcome, claim.reason)))
     share = claim.predicted / claim.published
     if claim.bound:
-        judged = f"possible: the units' best is {share:.0%} of it" if share <= 1 else "impossible"
+        outcome = f"possible: the units' best is {share:.0%} of it" if share <= 1 else "impossible"
     else:
-        judged = "follows" if abs(share - 1) <= claim.tolerance else "does not follow"
-    return "; ".join(filter(None, (judged, claim.reason)))
+        outcome = "follows" if abs(share - 1) <= claim.tolerance else "does not follow"
+    return "; ".join(filter(None, (outcome, claim.reason)))
 
 
 def _counted(predicted: float, measured: float | None) -> str:
@@ -74,7 +74,7 @@ def _counted(predicted: float, measured: float | None) -> str:
     return "as predicted" if same else "not as predicted"
 
 
-def claims() -> Iterator[Claim]:
+def claims() -> Iterator[PaperClaim]:
     for section in SECTIONS:
         yield from section()
 
@@ -95,9 +95,9 @@ def a100_seconds(moved: Traffic) -> float:
     return max(moved.hbm_bytes / A100_40GB, moved.flops / A100.flops(HALF))
 
 
-def figure_left() -> Iterator[Claim]:
+def figure_left() -> Iterator[PaperClaim]:
     """The table of Figure 2: forward and backward."""
-    make = partial(Claim, "figure 2, left", source=PAPER)
+    make = partial(PaperClaim, "figure 2, left", source=PAPER)
     sums = {name: both(name, problem(), ALL_SRAM) * HEADS for name in ("standard", "v1")}
     published = {"standard": (66.6, 40.3, 41.7), "v1": (75.2, 4.4, 7.3)}
     for name, moved in sums.items():
@@ -128,9 +128,9 @@ def figure_left() -> Iterator[Claim]:
     )  # fmt: skip
 
 
-def figure_middle() -> Iterator[Claim]:
+def figure_middle() -> Iterator[PaperClaim]:
     """Forward traffic and time of v1 by the size of its K/V blocks; read off the plot."""
-    make = partial(Claim, "figure 2, middle", source=PAPER)
+    make = partial(PaperClaim, "figure 2, middle", source=PAPER)
     found = {n: traffic.v1(problem(), Chip(scratch=HALF, tiles=(64, n))) * HEADS for n in BLOCKS}
     for n, moved in found.items():
         ledger = partial(runs.counted, "paper_v1", SEQLEN, HEAD_DIM, Chip(tiles=(64, n)), False)
@@ -157,11 +157,11 @@ def _first_over_last(seconds: dict[int, float]) -> float:
     return seconds[BLOCKS[0]] / seconds[BLOCKS[-1]]
 
 
-def figure_right() -> Iterator[Claim]:
+def figure_right() -> Iterator[PaperClaim]:
     """Time of block-sparse over dense flash at 4K, forward and backward; read off the plot."""
     for density in DENSITIES[:-1]:
         ms = {0.2: 30.0, 0.6: 100.0}.get(density)
-        yield Claim(
+        yield PaperClaim(
             "figure 2, right", f"time at {density:.0%} of the blocks over all of them", PAPER, "x",
             ms and ms / 100.0, density, partial(_sparse_share, density),
             "no proportion; nor on this CPU, which gathers the blocks" if density == 0.6 else
@@ -175,9 +175,9 @@ def _sparse_share(density: float) -> float:
     return seconds[density] / seconds[1.0]
 
 
-def by_length() -> Iterator[Claim]:
+def by_length() -> Iterator[PaperClaim]:
     """Memory of one head of 128 in fp32, and speed, by length."""
-    make = partial(Claim, "by length", source=TUTORIAL)
+    make = partial(PaperClaim, "by length", source=TUTORIAL)
     for n, faster in LENGTHS.items():
         here = n <= MEASURED_LENGTH
         mib = lambda name, n=n: _mib(runs.peak_bytes(name, n))
@@ -207,8 +207,8 @@ def _mib(num_bytes: int | None) -> float | None:
     return None if num_bytes is None else num_bytes / MIB
 
 
-def ridge() -> Iterator[Claim]:
-    make = partial(Claim, "ridge point")
+def ridge() -> Iterator[PaperClaim]:
+    make = partial(PaperClaim, "ridge point")
     asked, all_in = problem(8192, 128), Chip(sram=float("inf"), scratch=HALF)
     standard = traffic.standard(asked, all_in)
     scores = 2 * 8192**2 * 128 / (2 * (2 * 8192 * 128 + 8192**2))
@@ -229,9 +229,9 @@ def ridge() -> Iterator[Claim]:
     )  # fmt: skip
 
 
-def hierarchy() -> Iterator[Claim]:
+def hierarchy() -> Iterator[PaperClaim]:
     """The memory tables of two texts against datasheets."""
-    make = partial(Claim, "memory hierarchy")
+    make = partial(PaperClaim, "memory hierarchy")
     on_chip = lambda row: (row.levels[2].bytes_s or 0.0) / 1e12
     memory = lambda row: (row.memory.bytes_s or 0.0) / 1e12
     yield make("A100, registers", TUTORIAL, "MiB", 27, A100.levels[3].size_bytes / MIB)
@@ -258,9 +258,9 @@ def hierarchy() -> Iterator[Claim]:
     )  # fmt: skip
 
 
-def sizes() -> Iterator[Claim]:
+def sizes() -> Iterator[PaperClaim]:
     """What N x N takes."""
-    make = partial(Claim, "N x N")
+    make = partial(PaperClaim, "N x N")
     square = lambda n, itemsize: n * n * itemsize
     yield make("2,048 tokens", SURVEY, "MiB", 16, square(2048, 4) / MIB, reason="fp32, of one head")
     yield make(
@@ -304,9 +304,9 @@ def sizes() -> Iterator[Claim]:
     )  # fmt: skip
 
 
-def accesses() -> Iterator[Claim]:
+def accesses() -> Iterator[PaperClaim]:
     """N 8,192, d 128, in elements."""
-    make = partial(Claim, "accesses", source=TUTORIAL)
+    make = partial(PaperClaim, "accesses", source=TUTORIAL)
     asked = problem(8192, 128)
     standard = traffic.standard(asked, Chip(sram=float("inf"), scratch=HALF)).hbm_bytes / 2e6
     v1, v2 = (f(asked, SRAM).hbm_bytes / 2e6 for f in (traffic.v1, traffic.v2))
@@ -332,15 +332,15 @@ def accesses() -> Iterator[Claim]:
     )  # fmt: skip
     twice = lambda n: traffic.v1(problem(n), SRAM).hbm_bytes
     grown = lambda n: runs.counted("paper_v1", n, HEAD_DIM, SRAM, False).forward_bytes
-    yield Claim(
+    yield PaperClaim(
         "accesses", "\"about O(N)\": traffic at 2,048 over that at 1,024", BLOG, "x", 2,
         twice(2048) / twice(1024), lambda: grown(2048) / grown(1024), NOT_LINEAR, exact=True,
     )  # fmt: skip
 
 
-def caches() -> Iterator[Claim]:
+def caches() -> Iterator[PaperClaim]:
     """Keys and values of a token, in every layer."""
-    make = partial(Claim, "key/value cache", source=TUTORIAL)
+    make = partial(PaperClaim, "key/value cache", source=TUTORIAL)
     token = 2 * 80 * 8 * 128 * 2
     real = lambda: runs.cache_token_bytes(80, 8, 128)
     yield make(
@@ -363,9 +363,9 @@ def caches() -> Iterator[Claim]:
     )  # fmt: skip
 
 
-def recomputation() -> Iterator[Claim]:
+def recomputation() -> Iterator[PaperClaim]:
     """Storing P against computing it again."""
-    make = partial(Claim, "recomputation")
+    make = partial(PaperClaim, "recomputation")
     stored, again = (both(name, problem(), ALL_SRAM) for name in ("standard", "v1"))
     passes = traffic.standard_backward, traffic.v1_backward
     with_p, without = (backward(problem(), ALL_SRAM) for backward in passes)
@@ -397,8 +397,8 @@ def recomputation() -> Iterator[Claim]:
     )  # fmt: skip
 
 
-def softmaxes() -> Iterator[Claim]:
-    make = partial(Claim, "softmax", unit="passes", exact=True)
+def softmaxes() -> Iterator[PaperClaim]:
+    make = partial(PaperClaim, "softmax", unit="passes", exact=True)
     for name, published, source, reason in (
         ("three_pass", 3, SURVEY, ""),
         ("two_pass", 2, BLOG, ""),
@@ -410,13 +410,13 @@ def softmaxes() -> Iterator[Claim]:
         )  # fmt: skip
 
 
-def numerics() -> Iterator[Claim]:
-    yield Claim(
+def numerics() -> Iterator[PaperClaim]:
+    yield PaperClaim(
         "numerics", "bf16 error, flash over unfused", BLOG, "x", 10, None, runs.error_ratio,
         "does not follow: with fp32 inside it is the smaller one; 10 is of a loop that rounds all",
     )  # fmt: skip
     skipped = lambda: 100 * (1 - _rescales("paper_v4") / _rescales("paper_v2"))
-    yield Claim(
+    yield PaperClaim(
         "numerics", "rescales that v4 leaves out", "FlashAttention-4, its authors", "%", 90, None,
         skipped, "of those that v2 makes, on N(0, 1), 1,024 tokens",
     )  # fmt: skip
@@ -426,17 +426,17 @@ def _rescales(kernel: str) -> int:
     return runs.counted(kernel, SEQLEN, HEAD_DIM, Chip(scratch=HALF)).rescales
 
 
-def speeds() -> Iterator[Claim]:
+def speeds() -> Iterator[PaperClaim]:
     asked = make_problem(16384, num_heads=8, head_dim=256, dtype=torch.bfloat16)
     tflops = asked.flops / roofline.predict(asked, H200, "hopper").seconds / 1e12
-    yield Claim(
+    yield PaperClaim(
         "speed", "forward on Hopper, at most", "FlashAttention-3, 2024", "TFLOP/s", 740, tflops,
         reason="predicted: our kernel, head_dim 256, 16,384 tokens;"
         " benchmarks/results/h200-forward.json has 768",
     )  # fmt: skip
 
 
-SECTIONS: tuple[Callable[[], Iterator[Claim]], ...] = (
+SECTIONS: tuple[Callable[[], Iterator[PaperClaim]], ...] = (
     figure_left, figure_middle, figure_right, by_length, recomputation, accesses, softmaxes, ridge,
     hierarchy, sizes, caches, numerics, speeds,
 )  # fmt: skip

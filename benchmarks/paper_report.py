@@ -47,13 +47,13 @@ SHEETS: dict[str, Callable[[list[Row]], Sheet]] = {"claims": claims_sheet}
 def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> None:
     """Three lines for each figure: a table of six columns needs more than a terminal has."""
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
-    for section, title, *numbers, judged in claims_sheet(rows)[1]:
+    for section, title, *numbers, outcome in claims_sheet(rows)[1]:
         if section:
             console.print(f"\n[bold]{section}[/bold]", highlight=False)
         say(f"  {title}")
         say("    " + ", ".join(f"{x} {n}" for x, n in zip(numbers, MARKS, strict=True) if x))
-        if judged:
-            say(f"    {judged}")
+        if outcome:
+            say(f"    {outcome}")
     say(f"\n{SAID}")
     if picture:
         plot(rows, picture)
@@ -83,7 +83,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def _find(rows: list[Row], section: str, start: str) -> dict[str, Row]:
-    """Rows of a section whose title begins so, by the rest of the title."""
+    """Rows of a section with this prefix of the title, by the rest of the title."""
     chosen = (r for r in rows if r["bench"] == section and r["kernel"].startswith(start))
     return {r["kernel"].removeprefix(start): r for r in chosen}
 

@@ -1,5 +1,5 @@
-"""What `python -m benchmarks paper` runs here: the papers with their ledgers, one head at a time,
-and our kernels beside unfused attention.
+"""The runs of `python -m benchmarks paper`: the published kernels with their ledgers, one head at a
+time, and our kernels against unfused attention.
 """
 
 import time
@@ -26,7 +26,7 @@ LONG = 16384  # one round is enough, and takes seconds
 SPARSE_LENGTH, SPARSE_HEADS = 4096, 2
 
 
-class Counted(NamedTuple):
+class LedgerCounts(NamedTuple):
     """A ledger of one head: bytes over the HBM boundary, and operations."""
 
     forward_bytes: int
@@ -45,8 +45,10 @@ class Counted(NamedTuple):
 
 
 @cache
-def counted(kernel: str, seqlen: int, head_dim: int, chip: Chip, backward: bool = True) -> Counted:
-    """One head of a paper's kernel, executed; bytes between steps are those of the inputs' type."""
+def counted(
+    kernel: str, seqlen: int, head_dim: int, chip: Chip, backward: bool = True
+) -> LedgerCounts:
+    """One head of a published kernel, executed; intermediate tensors have the inputs' type."""
     q, k, v = (x.requires_grad_(backward) for x in _inputs(seqlen, head_dim, 1))
     dout = torch.ones_like(q)
     with ledger(sram=chip.sram, scratch=DTYPE, tiles=chip.tiles) as book:
@@ -54,7 +56,7 @@ def counted(kernel: str, seqlen: int, head_dim: int, chip: Chip, backward: bool 
         forward = book.hbm_bytes, book.flops, book.rescales
         if backward:
             torch.autograd.grad(out, (q, k, v), dout)
-    return Counted(
+    return LedgerCounts(
         forward[0],
         book.hbm_bytes - forward[0],
         forward[1],
@@ -107,8 +109,8 @@ def speedup(seqlen: int, head_dim: int, heads: int, way: str = "forward") -> flo
     """
     inputs = [x.requires_grad_(way != "forward") for x in _inputs(seqlen, head_dim, heads, FP32)]
     dout = torch.randn(1, seqlen, heads, head_dim)
-    contenders = {"unfused": unfused, "onchip": onchip.attention}
-    jobs = {name: _job(attend, inputs, dout, way) for name, attend in contenders.items()}
+    candidates = {"unfused": unfused, "onchip": onchip.attention}
+    jobs = {name: _job(attend, inputs, dout, way) for name, attend in candidates.items()}
     best = thread_seconds(jobs, ROUNDS if seqlen < LONG else 1)
     return best["unfused"] / best["onchip"]
 

@@ -1,10 +1,11 @@
 """`python -m benchmarks peak`: the most memory that a call holds beyond its inputs, 1k to 1M
 tokens.
 
-Standard attention is measured beside it as long as it fits. Beyond, what is told is its square law:
-the bytes measured at the longest length that fitted, times the square of the lengths' ratio
-(`peer_measured` is false). A result outside the accuracy rule gets no row: query rows are sampled,
-and in a backward pass only they have a gradient, so that the reference needs nothing N x N either.
+Standard attention is measured as the peer as long as it fits. Beyond that its memory is
+extrapolated by the square: the bytes measured at the longest length that fitted, times the square
+of the lengths' ratio (`peer_measured` is false). A result that breaks the accuracy rule has no row.
+Query rows are sampled, and in a backward pass only they have a gradient: otherwise the reference
+would need N x N scores.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import onchip
 from onchip.cli.bench import gpu, patterns
-from onchip.cli.bench.harness import Bar, Case, Row, Session, hold
+from onchip.cli.bench.harness import Case, Row, Session, Threshold, hold
 from onchip.cli.bench.measure import available_bytes, peak_extra_bytes, sample_rows
 from onchip.cli.bench.peers import Attend, standard
 from onchip.testing import oracle, rmse
@@ -30,7 +31,9 @@ MB = 1e6
 
 
 def per_token_growth(rows: list[Row]) -> float:
-    """Bytes per token at the longest length over those at FROM, the worse of the two passes."""
+    """Bytes per token at the longest length over the bytes per token at FROM, the worse of the two
+    passes.
+    """
     growth = []
     for name in {row["pass"] for row in rows}:
         each = {r["seqlen"]: r["value"] / r["seqlen"] for r in rows if r["pass"] == name}
@@ -38,8 +41,8 @@ def per_token_growth(rows: list[Row]) -> float:
     return max(growth)
 
 
-BARS = (
-    Bar(
+THRESHOLDS = (
+    Threshold(
         "peak memory per token, 1M over 16k tokens",
         lambda row: row["bench"] == "peak" and row["seqlen"] >= FROM,
         at_most=1.05,
@@ -73,15 +76,15 @@ class Rival:
     def bytes(self, case: Case, inputs: gpu.Inputs, device: torch.device) -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what torch keeps for later would not count as available
-        if self.law(case.seqlen) < 0.9 * available_bytes(device):
+        if self.extrapolate(case.seqlen) < 0.9 * available_bytes(device):
             try:
                 found, _ = peak_extra_bytes(call(standard, inputs, case.backward), device)
             except torch.OutOfMemoryError:
-                return self.law(case.seqlen)
+                return self.extrapolate(case.seqlen)
             self.measured[case.seqlen] = found or 0
-        return self.measured.get(case.seqlen) or self.law(case.seqlen)
+        return self.measured.get(case.seqlen) or self.extrapolate(case.seqlen)
 
-    def law(self, n: int) -> int:
+    def extrapolate(self, n: int) -> int:
         """What the longest measured length predicts; 0 before anything was measured."""
         longest = max(self.measured, default=0)
         return round(self.measured[longest] * (n / longest) ** 2) if longest else 0
@@ -90,15 +93,15 @@ class Rival:
 def measure(session: Session, case: Case, rival: Rival) -> list[Row]:
     inputs = gpu.draw(case, session.device)
     attend = partial(onchip.attention, causal=True)
-    error = judged(attend, inputs, case.backward)
+    error = check_accuracy(attend, inputs, case.backward)
     ours, _ = peak_extra_bytes(call(attend, inputs, case.backward), session.device)
     theirs = rival.bytes(case, inputs, session.device)
     kernel = onchip.explain(*inputs[:3], causal=True).plan.kernel
     peers = {"standard": theirs / MB}
     ratio = theirs / ours if ours else None
     row = case.row(kernel, (ours or 0) / MB, "MB", peers=peers, best_peer="standard", ratio=ratio)
-    told = {"error": error, "peer_measured": case.seqlen in rival.measured, "doubts": []}
-    return [row | told]
+    columns = {"error": error, "peer_measured": case.seqlen in rival.measured, "doubts": []}
+    return [row | columns]
 
 
 def call(attend: Attend, inputs: gpu.Inputs, backward: bool) -> Callable[[], object]:
@@ -109,7 +112,9 @@ def call(attend: Attend, inputs: gpu.Inputs, backward: bool) -> Callable[[], obj
     return lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), inputs[3])
 
 
-def judged(attend: Attend, inputs: gpu.Inputs, backward: bool, pattern: str = "causal") -> float:
+def check_accuracy(
+    attend: Attend, inputs: gpu.Inputs, backward: bool, pattern: str = "causal"
+) -> float:
     """The RMSE of out at sampled rows; Inaccurate if they, or the gradients through them, break the
     accuracy rule.
     """

@@ -8,7 +8,7 @@ from benchmarks import ring_chunks, ring_ranks, ring_simulation
 from onchip.cli.bench.harness import Session
 
 PARTS = ("ranks", "chunks")
-BARS = (*ring_ranks.BARS, *ring_chunks.BARS, *ring_simulation.BARS)
+THRESHOLDS = (*ring_ranks.THRESHOLDS, *ring_chunks.THRESHOLDS, *ring_simulation.THRESHOLDS)
 
 
 def run(session: Session) -> None:

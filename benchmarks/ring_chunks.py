@@ -1,9 +1,9 @@
 """`python -m benchmarks ring --only chunks`: a long sequence cut for several ranks, on one GPU.
 
-All rounds of all ranks on one thread, gradients step by step as a ring goes, against one call:
-nothing travels, so that what is measured is what cutting and merging cost. Ranks take turns on a
-few streams: they do not wait for one another, and the last tiles of one's round leave processors
-idle that the next one's can use. "kernels": the same rounds without merging.
+All rounds of all ranks run on one thread, gradients step by step in ring order, against one call.
+No data is sent, so that the difference is the cost of cutting and merging. Ranks take turns on a
+few streams: they do not wait for one another, and the next rank can use the processors that the
+last tiles of a round leave idle. "kernels": the same rounds without merging.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import onchip
 from onchip.cli.bench import gpu
-from onchip.cli.bench.harness import Bar, Case, Row, Session
+from onchip.cli.bench.harness import Case, Row, Session, Threshold
 from onchip.parallel.rounds import (
     GlobalMask,
     Round,
@@ -35,8 +35,8 @@ TOKENS, QUICK_TOKENS = 65_536, 4096
 HEADS, HEAD_DIM = 16, 128
 TURNS, QUICK_TURNS = 15, 3
 STREAMS = 2
-BARS = (
-    Bar(
+THRESHOLDS = (
+    Threshold(
         f"{SIZE} chunks of {TOKENS:,} tokens on one GPU, over one call",
         lambda row: row["bench"] == "chunks",
         at_most=OVERHEAD,
@@ -44,7 +44,7 @@ BARS = (
     ),
 )
 CALL = RoundOptions()
-attention = cast(Callable[..., Tensor], onchip.attention)  # it may return more, if asked to
+attention = cast(Callable[..., Tensor], onchip.attention)  # with other options it returns more
 
 
 def run(session: Session) -> None:
@@ -58,7 +58,7 @@ def run(session: Session) -> None:
 
 
 class Share(NamedTuple):
-    """What one rank holds, and its rounds: (whose keys, how they are seen)."""
+    """The tensors of one rank, and its rounds: (rank that owns the keys, the round's mask)."""
 
     q: Tensor
     k: Tensor
@@ -67,7 +67,7 @@ class Share(NamedTuple):
     rounds: list[tuple[int, Round]]
 
 
-class Lanes:
+class RankStreams:
     """Streams that ranks take in turns; on a CPU there are none."""
 
     def __init__(self, device: torch.device):
@@ -78,8 +78,10 @@ class Lanes:
         """Where a rank computes."""
         return torch.cuda.stream(self._streams[rank % STREAMS]) if self._streams else nullcontext()
 
-    def meet(self) -> None:
-        """All that was asked of any stream, the caller's included, comes before what will be."""
+    def join(self) -> None:
+        """Join all streams, the caller's included: later work on any stream starts after all
+        earlier work.
+        """
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
         for stream in self._streams:
@@ -91,7 +93,7 @@ class Cut(NamedTuple):
 
     whole: tuple[Tensor, ...]
     shares: list[Share]
-    lanes: Lanes
+    streams: RankStreams
 
     @staticmethod
     def of(tokens: int, device: torch.device, heads: int = HEADS, dim: int = HEAD_DIM) -> "Cut":
@@ -105,7 +107,7 @@ class Cut(NamedTuple):
             seen = [((r - i) % SIZE, at) for i, at in rounds if at is not None]
             q, k, v, dout = (layout.shard(t, r).contiguous() for t in whole)
             shares.append(Share(q, k, v, dout, seen))
-        return Cut(whole, shares, Lanes(device))
+        return Cut(whole, shares, RankStreams(device))
 
     def steps(self) -> Iterator[list[tuple[int, int, Round]]]:
         """Step by step, every round of it: the rank of the queries, that of the keys, and what is
@@ -124,9 +126,9 @@ def one_call(cut: Cut, backward: bool) -> list[Tensor]:
 @torch.no_grad()
 def in_rounds(cut: Cut, backward: bool) -> list[list[Tensor]]:
     """What the ring computes, without the ring: (out, dq, dk, dv), each of all ranks."""
-    cut.lanes.meet()
+    cut.streams.join()
     states = [_attended(cut, rank) for rank in range(SIZE)]
-    cut.lanes.meet()
+    cut.streams.join()
     outs = [out for out, _ in states]
     return [outs, *_gradients(cut, states)] if backward else [outs]
 
@@ -135,7 +137,7 @@ def _attended(cut: Cut, rank: int) -> tuple[Tensor, Tensor]:
     """(out, rounded, and lse) of one rank."""
     share = cut.shares[rank]
     state = make_running_state(share.q, share.v.shape[-1])
-    with cut.lanes.of(rank):
+    with cut.streams.of(rank):
         for source, at in share.rounds:
             state.fold(CALL, at, share.q, *cut.shares[source][1:3])
         out, lse = state.result()
@@ -149,41 +151,42 @@ def _gradients(cut: Cut, states: list[tuple[Tensor, Tensor]]) -> list[list[Tenso
     of_rank = zip(cut.shares, states, sums[0], strict=True)
     queries = [RunningGradients(CALL, s.q, (*state, s.dout, None), dq) for s, state, dq in of_rank]
     for step in cut.steps():
-        cut.lanes.meet()  # what keys have come to is the next rank's
+        cut.streams.join()  # what keys have come to is the next rank's
         for rank, source, at in step:
-            with cut.lanes.of(rank):
+            with cut.streams.of(rank):
                 queries[rank].add(at, *cut.shares[source][1:3], (sums[1][source], sums[2][source]))
     for rank, each in enumerate(queries):
-        with cut.lanes.of(rank):
+        with cut.streams.of(rank):
             each.finish()
-    cut.lanes.meet()
+    cut.streams.join()
     return [[t.to(torch.bfloat16) for t in each] for each in sums]
 
 
 @torch.no_grad()
 def kernels(cut: Cut, backward: bool) -> None:
     """The rounds, nothing merged."""
-    cut.lanes.meet()
+    cut.streams.join()
     for rank, source, at in chain.from_iterable(cut.steps()):
         share, (_, k, v, *_) = cut.shares[rank], cut.shares[source]
-        with cut.lanes.of(rank):
+        with cut.streams.of(rank):
             _, lse = attend(CALL, at, share.q, k, v)
             if backward:
                 lse = lse.new_zeros(*lse.shape[:2], share.q.shape[1])
                 saved = share.dout, lse, share.dout, None  # any numbers take as long
                 differentiate_round(CALL, at, share.q, k, v, saved)
-    cut.lanes.meet()
+    cut.streams.join()
 
 
 def chunks_row(cut: Cut, turns: int, backward: bool) -> Row:
     """`value`: by how many per cent all rounds take longer than one call."""
     jobs = {"one call": one_call, "rounds": in_rounds, "kernels": kernels}
-    lanes = {name: gpu.Lane(partial(job, cut, backward), 1, 0.0) for name, job in jobs.items()}
+    capture = lambda job: gpu.Capture(partial(job, cut, backward), 1, 0.0)
+    captures = {name: capture(job) for name, job in jobs.items()}
     sample = gpu.sampler(cut.whole[0].device)
-    measured = gpu.race(lanes, lanes["one call"], turns, sample)
+    measured = gpu.time_captures(captures, captures["one call"], turns, sample)
     over = lambda name: 100 * (measured.against("one call", name).ratio - 1)
-    ms = {name: measured.ms(name) for name in lanes}
+    ms = {name: measured.ms(name) for name in captures}
     _, tokens, heads, dim = cut.whole[0].shape
     case = Case("chunks", "causal", torch.bfloat16, dim, tokens, 1, heads, backward)
-    told = {"kernels_alone": over("kernels"), "ms": ms, "control": measured.control}
-    return case.row("rounds", over("rounds"), "%", devices=SIZE, **told)
+    columns = {"kernels_alone": over("kernels"), "ms": ms, "control": measured.control}
+    return case.row("rounds", over("rounds"), "%", devices=SIZE, **columns)

@@ -1,14 +1,16 @@
 """`python -m benchmarks ring`: ring attention over two processes of this machine, and ranks in one
 process.
 
-Rows "step": two ranks on two cores, over gloo. The whole step against its kernels alone (a
-neighbour that is always there) and its messages alone (the same ones, nothing computed beside
-them); `value` is the step over the longer of the two. Over loopback messages are short, so one row
-has a link on which they take four fifths as long as a round's kernel. "kernels": of the kernels
-alone, the slower rank over the mean, by layout. "work": the same of the pairs that a causal mask
-leaves to each rank, counted from the layout's positions. "precision": the RMSE of a ring in bf16
-against fp64, beside that of one call, and that of a ring whose partial results are rounded before
-they are merged. "sums": the same of dk, which is a sum over ranks, relative to its size.
+- "step": two ranks on two cores, over gloo. The whole step against its kernels alone (the
+  neighbour's keys are present at once) and its messages alone (the same messages, no computation).
+  `value` is the step over the longer of the two. Messages over loopback are short, so one row has a
+  link on which a message takes four fifths of a round's kernel.
+- "kernels": the slower rank over the mean, of the kernels alone, by layout.
+- "work": the same for the pairs that a causal mask leaves to each rank, counted from the layout's
+  positions.
+- "precision": the RMSE of a ring in bf16 against fp64, with one call and a ring that rounds its
+  partial results before merging as peers.
+- "sums": the same for dk, which is a sum over ranks, relative to its size.
 """
 
 import os
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 import onchip
-from onchip.cli.bench.harness import Bar, Case, Row, Session
+from onchip.cli.bench.harness import Case, Row, Session, Threshold
 from onchip.parallel.attention import context_parallel_attention
 from onchip.parallel.comm import Comm, CommWork, CountingComm, run_ranks
 from onchip.parallel.processes import run_processes
@@ -33,27 +35,27 @@ from onchip.testing import oracle, rmse
 RANKS = 2
 TOKENS, QUICK_TOKENS = (1024, 4096), (512,)
 HEADS, HEAD_DIM = 8, 64
-COUNTED = 8192  # tokens whose pairs are counted
+COUNTED = 8192  # tokens of the counted pairs
 ROUNDS, QUICK_ROUNDS = 9, 3
-SIZES = (2, 4, 8)  # whose layouts are counted
+SIZES = (2, 4, 8)  # numbers of ranks of the counted layouts
 PRECISE, PRECISE_TOKENS, PRECISE_HEADS = (1, 2, 8, 64), 4096, 2
 SUMMED_TOKENS = 2048
-SLOW = 0.4  # of all kernels: of two equal rounds the first has a message beside it
-OVERLAP, ROUNDED = 1.15, 1.02  # the bars
+SLOW = 0.4  # of all kernels: of two equal rounds the first overlaps a message
+OVERLAP, ROUNDED = 1.15, 1.02  # the thresholds
 QUIET = 0.1  # of the CPUs that others may use while times are measured
 Job = tuple[str, Callable[[], Row | list[Row]]]
 Parts = Sequence[dict[str, Any]]  # what each rank measured
 attend = cast(Callable[..., Tensor], context_parallel_attention)  # the decorator hides its type
 
 
-BARS = (
-    Bar(
+THRESHOLDS = (
+    Threshold(
         f"a step of {max(TOKENS):,} tokens, against the longer of kernels and messages",
         lambda row: row["bench"] == "step" and row["seqlen"] == max(TOKENS) and not row["doubts"],
         at_most=OVERLAP,
         optional=True,
     ),
-    Bar(
+    Threshold(
         "RMSE of the ring in bf16, against one call",
         lambda row: row["bench"] == "precision" and row["devices"] > 1,
         at_most=ROUNDED,
@@ -61,7 +63,7 @@ BARS = (
         unit="x",
         optional=True,
     ),
-    Bar(
+    Threshold(
         "work of the busiest rank over the mean, zigzag",
         lambda row: row["bench"] == "work" and row["kernel"] == "zigzag",
         at_most=1.01,
@@ -76,8 +78,8 @@ def run(session: Session) -> None:
     session.run([processes, *work_jobs(), *precision_jobs(session.quick), *sums])
 
 
-class Asked(NamedTuple):
-    """What every rank of a measured step is asked to do."""
+class StepSpec(NamedTuple):
+    """The parameters of a measured step, the same on every rank."""
 
     tokens: int
     layout: str
@@ -90,22 +92,22 @@ def process_rows(quick: bool) -> list[Row]:
     """All that two processes measure: they are started once."""
     lengths, rounds = (QUICK_TOKENS, QUICK_ROUNDS) if quick else (TOKENS, ROUNDS)
     ways = product(lengths, (False, True))
-    steps = [Asked(tokens, "zigzag", backward, rounds) for tokens, backward in ways]
-    steps.append(Asked(lengths[-1], "zigzag", False, rounds, SLOW))
-    layouts = [Asked(lengths[-1], layout, False, rounds) for layout in LAYOUTS]
+    steps = [StepSpec(tokens, "zigzag", backward, rounds) for tokens, backward in ways]
+    steps.append(StepSpec(lengths[-1], "zigzag", False, rounds, SLOW))
+    layouts = [StepSpec(lengths[-1], layout, False, rounds) for layout in LAYOUTS]
     before = busy_share()
     ranks = run_processes(RANKS, measure_all, [*steps, *layouts], timeout_s=120.0)
     busy = max(before, busy_share())
-    both = list(zip(*ranks, strict=True))  # what the ranks measured, by what was asked
-    rows = [step_row(asked, parts) for asked, parts in zip(steps, both, strict=False)]
+    both = list(zip(*ranks, strict=True))  # measurements of the ranks by StepSpec
+    rows = [step_row(spec, parts) for spec, parts in zip(steps, both, strict=False)]
     rest = zip(layouts, both[len(steps) :], strict=True)
-    rows += [kernel_row(asked, parts) for asked, parts in rest]
+    rows += [kernel_row(spec, parts) for spec, parts in rest]
     doubts = [f"others used {100 * busy:.0f} % of the CPUs"] if busy > QUIET else []
     return [row | {"doubts": doubts} for row in rows]
 
 
 def busy_share(seconds: float = 0.5) -> float:
-    """What others use of all CPUs, on Linux; 0 where nobody tells."""
+    """The CPU share of other processes, on Linux; 0 on other systems."""
 
     def ticks() -> list[int]:
         try:
@@ -120,15 +122,15 @@ def busy_share(seconds: float = 0.5) -> float:
     return 1 - idle / sum(spent) if sum(spent) else 0.0
 
 
-def step_row(asked: Asked, parts: Parts) -> Row:
-    """Times are the least over rounds; traces are those of one more."""
+def step_row(spec: StepSpec, parts: Parts) -> Row:
+    """Times are the least over rounds; the traces are from one extra round."""
     best = {name: 1e3 * _slower_rank([p["seconds"][name] for p in parts]) for name in JOBS}
-    return _case("step", asked).row(
-        asked.layout,
+    return _case("step", spec).row(
+        spec.layout,
         best["step"] / max(best["kernels"], best["messages"]),
         "x of the longer",
         devices=RANKS,
-        message_share=asked.message_share,
+        message_share=spec.message_share,
         link_ms=1e3 * max(part["link"] for part in parts),
         **{f"{name}_ms": ms for name, ms in best.items()},
         messages=parts[0]["messages"],
@@ -137,10 +139,10 @@ def step_row(asked: Asked, parts: Parts) -> Row:
     )
 
 
-def kernel_row(asked: Asked, parts: Parts) -> Row:
+def kernel_row(spec: StepSpec, parts: Parts) -> Row:
     times = [1e3 * min(part["seconds"]["kernels"]) for part in parts]
     value = max(times) * RANKS / sum(times)
-    row = _case("kernels", asked).row(asked.layout, value, "max/mean")
+    row = _case("kernels", spec).row(spec.layout, value, "max/mean")
     return row | {"devices": RANKS, "ranks_ms": times}
 
 
@@ -152,26 +154,26 @@ def _slower_rank(times: list[list[float]]) -> float:
 JOBS = ("step", "kernels", "messages")
 
 
-def measure_all(comm: Comm, asks: list[Asked]) -> list[dict[str, Any]]:
+def measure_all(comm: Comm, specs: list[StepSpec]) -> list[dict[str, Any]]:
     _own_core(comm.rank)
-    return [measure(comm, asked) for asked in asks]
+    return [measure(comm, spec) for spec in specs]
 
 
-def measure(comm: Comm, asked: Asked) -> dict[str, Any]:
+def measure(comm: Comm, spec: StepSpec) -> dict[str, Any]:
     """On every rank: the three jobs in turns, and the messages of a step."""
-    q, k, v, dout = _inputs(comm, asked)
+    q, k, v, dout = _inputs(comm, spec)
     counted = CountingComm(comm)
-    step = lambda comm: _step(comm, asked, q, k, v, dout)
+    step = lambda comm: _step(comm, spec, q, k, v, dout)
     step(counted)  # also the warm-up, and the agreement
-    kernels = min(_timed(comm, lambda: step(Still(comm))) for _ in range(3))
-    link = asked.message_share * kernels
+    kernels = min(_timed(comm, lambda: step(NoTransferComm(comm))) for _ in range(3))
+    link = spec.message_share * kernels
     if link:
-        comm = cast(Comm, Link(comm, link))
+        comm = cast(Comm, DelayedComm(comm, link))
     sent = [torch.zeros(2, e.bytes, dtype=torch.uint8) for e in counted.log if e.kind == "shift"]
-    jobs = {"step": lambda: step(comm), "kernels": lambda: step(Still(comm))}
+    jobs = {"step": lambda: step(comm), "kernels": lambda: step(NoTransferComm(comm))}
     jobs["messages"] = lambda: [comm.shift(*rooms).wait() for rooms in sent]
     seconds = {name: [] for name in JOBS}
-    for _, name in product(range(asked.rounds), JOBS):
+    for _, name in product(range(spec.rounds), JOBS):
         seconds[name].append(_timed(comm, jobs[name]))
     start, trace = traced(comm, step)
     return {
@@ -184,7 +186,7 @@ def measure(comm: Comm, asked: Asked) -> dict[str, Any]:
 
 
 def traced(comm: Comm, step: Callable[[Comm], object]) -> tuple[float, list[tuple[float, ...]]]:
-    """(when a step began, [(posted, asked for, there) of each message]), in seconds."""
+    """(start of a step, [(posted, waited for, complete) for each message]), in seconds."""
     _together(comm)
     start = time.perf_counter()
     counted = CountingComm(comm)
@@ -200,18 +202,18 @@ def _own_core(rank: int) -> None:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
-def _inputs(comm: Comm, asked: Asked) -> tuple[Tensor, ...]:
-    layout, generator = as_layout(asked.layout, comm.size), torch.Generator().manual_seed(0)
-    whole = torch.randn(4, 1, asked.tokens, HEADS, HEAD_DIM, generator=generator)
+def _inputs(comm: Comm, spec: StepSpec) -> tuple[Tensor, ...]:
+    layout, generator = as_layout(spec.layout, comm.size), torch.Generator().manual_seed(0)
+    whole = torch.randn(4, 1, spec.tokens, HEADS, HEAD_DIM, generator=generator)
     q, k, v, dout = (layout.shard(t, comm.rank).clone() for t in whole)
-    return *(t.requires_grad_(asked.backward) for t in (q, k, v)), dout
+    return *(t.requires_grad_(spec.backward) for t in (q, k, v)), dout
 
 
-def _step(comm: Comm, asked: Asked, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+def _step(comm: Comm, spec: StepSpec, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
     out = attend(
-        q, k, v, comm, strategy="ring", layout=asked.layout, causal=True, seqlen=asked.tokens
+        q, k, v, comm, strategy="ring", layout=spec.layout, causal=True, seqlen=spec.tokens
     )
-    if asked.backward:
+    if spec.backward:
         torch.autograd.grad(out, (q, k, v), dout)
 
 
@@ -226,8 +228,10 @@ def _together(comm: Comm) -> None:
     comm.sum(torch.zeros(1)).wait()
 
 
-class Still:
-    """A communicator whose neighbour holds the same keys, and has them there at once."""
+class NoTransferComm:
+    """A communicator that copies the own keys instead of receiving the neighbour's, without a
+    message.
+    """
 
     def __init__(self, comm: Comm):
         self.rank, self.size = comm.rank, comm.size
@@ -244,18 +248,18 @@ class Still:
         return
 
 
-class Link:
-    """A communicator whose messages take so many seconds at least, without any core's help."""
+class DelayedComm:
+    """A communicator with messages that take at least `seconds`, without using a core."""
 
     def __init__(self, comm: Comm, seconds: float):
         self.rank, self.size, self._comm, self._seconds = comm.rank, comm.size, comm, seconds
         self.check_consistent, self.sum = comm.check_consistent, comm.sum
 
     def shift(self, send: Tensor, recv: Tensor, hops: int = 1) -> CommWork:
-        return Late(self._comm.shift(send, recv, hops), time.perf_counter() + self._seconds)
+        return DelayedWork(self._comm.shift(send, recv, hops), time.perf_counter() + self._seconds)
 
 
-class Late:
+class DelayedWork:
     def __init__(self, work: CommWork, until: float):
         self._work, self._until = work, until
 
@@ -270,11 +274,11 @@ def work_jobs() -> Iterator[Job]:
 
 
 def work_row(size: int, layout: str) -> Row:
-    """Pairs that a causal mask leaves to each rank: those of the busiest over the mean."""
+    """The pairs that a causal mask leaves to the busiest rank over the mean of all ranks."""
     ranks = (as_layout(layout, size).positions(rank, COUNTED) for rank in range(size))
     pairs = [int((positions + 1).sum()) for positions in ranks]
     value = max(pairs) * size / sum(pairs)
-    case = _case("work", Asked(COUNTED, layout, False, 0))
+    case = _case("work", StepSpec(COUNTED, layout, False, 0))
     return case.row(layout, value, "max/mean", devices=size)
 
 
@@ -307,8 +311,8 @@ def _ring(comm: Comm, whole: tuple[Tensor, ...], layout: Layout, causal: bool) -
 
 
 def _rounded(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Tensor:
-    """What a ring gives whose kernels round: chunks of queries over chunks of keys, each result in
-    the type of the inputs, merged in fp32.
+    """A ring with kernels that round: chunks of queries over chunks of keys, each result in the
+    type of the inputs, merged in fp32.
     """
     chunks = [t.chunk(size, 1) for t in (q, k, v)]
     outs = []
@@ -320,7 +324,7 @@ def _rounded(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Tensor
 
 
 def _partial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """(out, lse) by two calls: asked for lse, a CPU's kernel computes out in fp32, too."""
+    """(out, lse) by two calls: with lse requested, a CPU kernel computes out in fp32 as well."""
     out = cast(Tensor, onchip.attention(q, k, v, causal=causal))
     return out, onchip.attention(q, k, v, causal=causal, return_lse=True)[1]
 
@@ -356,7 +360,7 @@ def _dk_terms(tokens: int, size: int) -> Iterator[Tensor]:
         yield softmax_scale * ds.T @ q_chunk
 
 
-def _case(bench: str, asked: Asked) -> Case:
-    way = "forward+backward" if asked.backward else "forward"
-    sizes = HEAD_DIM, asked.tokens, 1, HEADS
+def _case(bench: str, spec: StepSpec) -> Case:
+    way = "forward+backward" if spec.backward else "forward"
+    sizes = HEAD_DIM, spec.tokens, 1, HEADS
     return Case(bench, "causal", torch.float32, *sizes, way=way)

@@ -97,7 +97,7 @@ def _layout(row: Row) -> str:
 
 
 def memory_sheet(rows: list[Row]) -> Sheet:
-    """Contexts down, devices across: bytes on a device, or how the context is cut and lies."""
+    """Contexts down, devices across: bytes on a device, or the cut and layout of the context."""
     chosen = [r for r in _rows(rows, "ring") if _layout(r) == "zigzag"]
     line = lambda r: (count_of(r["seqlen"]), r["pass"])
     columns, body = _grid(chosen, line, _devices, _memory)
@@ -185,8 +185,8 @@ def _in_flight(traces: list[list[list[float]]]) -> str:
     """The share of the time of messages that a rank was not waiting for them."""
     spans = [span for trace in traces for span in trace]
     whole = sum(there - posted for posted, _, there in spans)
-    beside = sum(asked - posted for posted, asked, _ in spans)
-    return f"{100 * beside / whole:.0f} % beside kernels"
+    overlapped = sum(waited - posted for posted, waited, _ in spans)
+    return f"{100 * overlapped / whole:.0f} % during kernels"
 
 
 def work_sheet(rows: list[Row]) -> Sheet:
@@ -247,15 +247,15 @@ WIDTH = 64  # columns of a trace
 
 
 def trace_lines(row: Row) -> list[str]:
-    """What the ranks did over time: = a message is in flight beside kernels, w it is waited for."""
+    """The ranks over time: = a message is in flight during kernels, w a rank waits for it."""
     last = max(there for trace in row["traces"] for *_, there in trace)
     at = lambda ms: min(WIDTH - 1, int(WIDTH * ms / last))
     lines = []
     for rank, trace in enumerate(row["traces"]):
-        for i, (posted, asked, there) in enumerate(trace):
+        for i, (posted, waited, there) in enumerate(trace):
             bar = ["."] * WIDTH
-            bar[at(posted) : at(asked)] = "=" * (at(asked) - at(posted))
-            bar[at(asked) : at(there) + 1] = "w" * (at(there) + 1 - at(asked))
+            bar[at(posted) : at(waited)] = "=" * (at(waited) - at(posted))
+            bar[at(waited) : at(there) + 1] = "w" * (at(there) + 1 - at(waited))
             span = f"{posted:7.1f} to {there:7.1f} ms"
             lines.append(f"rank {rank}, message {i}  {''.join(bar)}  {span}")
     return lines
@@ -296,13 +296,13 @@ TITLES = {
 
 
 def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> None:
-    """The tables, what was assumed; the timeline, drawn if asked."""
+    """Print the tables and the assumptions; draw the timeline if a picture is given."""
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
     print_sheets(console, rows, SHEETS, TITLES)
     for doubt in dict.fromkeys(doubt for row in rows for doubt in row.get("doubts", ())):
         say(f"* does not count: {doubt}")
     for row in _rows(rows, "step"):
-        say(f"{row['seqlen']:,} tokens, {row['pass']}: = in flight beside kernels, w waited for")
+        say(f"{row['seqlen']:,} tokens, {row['pass']}: = in flight during kernels, w waited for")
         for line in trace_lines(row):
             say(line)
     for sentence in ASSUMED if _rows(rows, "ring") else ():

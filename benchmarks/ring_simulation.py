@@ -1,10 +1,10 @@
 """`python -m benchmarks ring --simulate`: a step of ring attention on 1 to 1,024 devices, 100k to
 10^12 tokens, from measured kernel times and stated link speeds (onchip/parallel/machines.py).
 
-Rows "ring" are whole steps by layout, "scaling" those of one context on more and more devices,
-"hybrid" the same with heads dealt inside nodes and a ring between them, "link" those of one node by
-how it is wired, "hide" the chunk from which on messages hide, by the formula and by simulation,
-"published" a measurement of others, simulated from the speed of their single call.
+Rows "ring" are whole steps by layout, "scaling" steps of one context on more and more devices,
+"hybrid" the same with heads distributed inside nodes and a ring between nodes, "link" steps of one
+node by its wiring, "hide" the smallest chunk that hides its messages, by the formula and by
+simulation, "published" a published measurement, simulated from the speed of its single call.
 """
 
 import math
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from onchip.cli.bench.harness import Bar, Case, Row, Session
+from onchip.cli.bench.harness import Case, Row, Session, Threshold
 from onchip.parallel.machines import H200, LENGTHS, LINKS, Fabric, KernelRates, Link, Machine
 from onchip.parallel.predict import predict, resident_bytes, six_blocks_bytes, stored_bytes
 from onchip.parallel.simulate import LAYOUTS, RingStep, Timeline, hide_length, hides, unhidden
@@ -42,8 +42,8 @@ def _shown(rows: list[Row]) -> float:
     return max(100 * (r["exposed_s"] - r["unhidden_s"]) / r["step_s"] for r in hidden)
 
 
-BARS = (
-    Bar(
+THRESHOLDS = (
+    Threshold(
         "exposed where the hide condition holds, latency aside",
         lambda row: row["bench"] in STEPS,
         at_most=0.0,
@@ -51,7 +51,7 @@ BARS = (
         unit="% of the step",
         optional=True,
     ),
-    Bar(
+    Threshold(
         "the whole simulation",
         lambda row: row["bench"] == "simulation",
         at_most=LIMIT_S,
@@ -194,10 +194,10 @@ def step_row(bench: str, step: RingStep, fabric: Fabric) -> Row:
 
 
 def hybrid_row(step: RingStep) -> Row:
-    """`value` is the efficiency if the 8 devices of a node deal heads among them, and nodes are a
-    ring in which every device passes its heads' keys on over a link of its own. dealt_s: q, k, v
-    and out (backward dout and the gradients) to and from the others of a node, beside which nothing
-    is computed.
+    """`value` is the efficiency if the 8 devices of a node distribute heads among them, and nodes
+    form a ring in which every device sends its heads' keys over a link of its own. dealt_s: the
+    exchange of q, k, v and out (backward dout and the gradients) inside a node, without overlapping
+    computation.
     """
     shape, link = step.shape, LINKS["NVLink 4"]
     heads = shape._replace(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from onchip.cli.bench.harness import Bar, Case, Refused, Row, Session
+from onchip.cli.bench.harness import Case, Row, RowRefused, Session, Threshold
 from onchip.cost import make_problem, roofline
 from onchip.cost.hardware import H200
 
@@ -26,7 +26,7 @@ def run(session: Session) -> None:
     cells = [row for row in measured() if row["bench"] in chosen]
     session.run((row["bench"], lambda row=row: predicted(row)) for row in cells)
     if not cells:
-        raise Refused(f"there are no measurements in {RESULTS}: run this from a source tree")
+        raise RowRefused(f"there are no measurements in {RESULTS}: run this from a source tree")
 
 
 def measured() -> Iterator[Row]:
@@ -43,15 +43,15 @@ def predicted(row: Row) -> Row:
     """
     backward, causal = row["pass"] == "backward", row["mask"] == "causal"
     shape = {name: row[name] for name in ("batch", "num_heads", "head_dim")}
-    asked = make_problem(row["seqlen"], dtype=torch.bfloat16, causal=causal, **shape)
-    asked = asked._replace(deterministic=row["bench"] == "deterministic")
-    found = roofline.predict(asked, H200, "hopper", backward)
+    problem = make_problem(row["seqlen"], dtype=torch.bfloat16, causal=causal, **shape)
+    problem = problem._replace(deterministic=row["bench"] == "deterministic")
+    found = roofline.predict(problem, H200, "hopper", backward)
     pairs = row["seqlen"] ** 2 / (2 if causal else 1)
     flops = 4 * row["batch"] * row["num_heads"] * pairs * row["head_dim"]
-    took_us = (roofline.backward_ratio(asked) if backward else 1) * flops / row["value"] / 1e6
+    took_us = (roofline.backward_ratio(problem) if backward else 1) * flops / row["value"] / 1e6
     took_us = row["value"] if row["unit"] == "us" else took_us
     case = Case(
-        row["bench"], row["mask"], asked.dtype, row["head_dim"], row["seqlen"], row["batch"],
+        row["bench"], row["mask"], problem.dtype, row["head_dim"], row["seqlen"], row["batch"],
         row["num_heads"], way=row["pass"],
     )  # fmt: skip
     return case.row(
@@ -72,8 +72,8 @@ def gap(row: Row) -> float:
     return 100 * (1 / row["ratio"] - 1)
 
 
-BARS = tuple(
-    Bar(
+THRESHOLDS = tuple(
+    Threshold(
         f"{part}: the worst cell is predicted within",
         lambda row, part=part: row["bench"] == part,
         at_most=BAR,

@@ -35,7 +35,9 @@ def cells_sheet(rows: list[Row], cell: Callable[[Row], str] | None = None) -> Sh
 
 
 def held_out_sheet(rows: list[Row]) -> Sheet:
-    """Short calls, which nobody had looked at; a bound where the pipeline is not modelled."""
+    """Short calls, which were not used to fit the model; a bound where the pipeline is not
+    modelled.
+    """
     body = []
     for row in rows:
         if row["bench"] == HELD_OUT:

@@ -3,21 +3,21 @@
 The workload is nano-vllm's: 256 requests at once, prompts and outputs of 100 to 1,024 tokens,
 temperature 0.6. Parts (`--only`):
 
-    throughput  Qwen3-0.6B in shape; all the pages that fit
-    ready       the same from the start of a process until a first token is there; what was compiled
-                before is on disk, weights are drawn and not read
-    llama       the same, Llama-3-8B in shape
-    capped      40 % of the pages that the workload needs: preempted by swapping, by computing
-                again, and by what is estimated to be cheaper; against `throughput`
-    allocation  one budget of pages, three ways to spend it: room for the longest request reserved
-                for each, the same in batches that run until their last member ends, and pages
-    peers       `transformers`, static and continuous batching, on a part of the workload
-    http        an open loop against `onchip serve` on the CPU, when it is asked for by name
-    crowd       1,000 clients of it that ask all the time, alike
+  throughput  Qwen3-0.6B in shape; all the pages that fit
+  ready       the same from the start of a process until its first token; compiled kernels are on
+              disk, weights are random and not read
+  llama       the same, Llama-3-8B in shape
+  capped      40 % of the pages that the workload needs: preemption by swapping, by recomputation,
+              and by the estimated cheaper of the two; against `throughput`
+  allocation  one budget of pages, used in three ways: the longest request reserved for each, the
+              same in batches that run until their last member ends, and pages
+  peers       `transformers`, static and continuous batching, on a part of the workload
+  http        an open loop against `onchip serve` on the CPU, only if chosen by name
+  crowd       1,000 clients that send requests all the time; likewise
 
-Everything a first request would wait for happens before the clock starts. Columns of a row beyond
-the schema's are `workload.Ran.columns` and what each part adds. --quick: a tiny model, where no GPU
-is too.
+All one-time work of a first request happens before the clock starts. Columns of a row beyond the
+schema's are `workload.Ran.columns` and the columns of each part. --quick: a tiny model, also
+without a GPU.
 """
 
 import math
@@ -36,7 +36,7 @@ from benchmarks import serving_http, serving_peers
 from benchmarks.step import QWEN3
 from benchmarks.workload import Ran, Roofline, Workload, serve, warm_up
 from onchip.cli.bench import gpu
-from onchip.cli.bench.harness import Bar, Case, Refused, Row, Session
+from onchip.cli.bench.harness import Case, Row, RowRefused, Session, Threshold
 from onchip.cli.bench.measure import seconds
 from onchip.engine import LLM, SamplingParams
 from onchip.models import Decoder, ModelConfig, random_model
@@ -74,8 +74,8 @@ PEER_REQUESTS, PEER_TOKENS = 128, 256  # a part of the workload that peers do in
 
 
 def _of(bench: str, mask: str, kernel: str) -> Callable[[Row], bool]:
-    asked = {"bench": bench, "mask": mask, "kernel": kernel}
-    return lambda row: asked.items() <= row.items()
+    selected = {"bench": bench, "mask": mask, "kernel": kernel}
+    return lambda row: selected.items() <= row.items()
 
 
 def _least(column: str) -> Callable[[list[Row]], float]:
@@ -87,10 +87,10 @@ def _most(column: str) -> Callable[[list[Row]], float]:
 
 
 _WHOLE = _of("throughput", "qwen3-0.6b", "onchip")
-BARS = (
-    Bar("Qwen3-0.6B", _WHOLE, at_least=22_000, measure=_least("value"), unit="tokens/s"),
-    Bar("Qwen3-0.6B, ready to serve", _of("ready", "qwen3-0.6b", "onchip"), at_most=20),
-    Bar(
+THRESHOLDS = (
+    Threshold("Qwen3-0.6B", _WHOLE, at_least=22_000, measure=_least("value"), unit="tokens/s"),
+    Threshold("Qwen3-0.6B, ready to serve", _of("ready", "qwen3-0.6b", "onchip"), at_most=20),
+    Threshold(
         "lost with 40 % of the pages",
         _of("capped", "qwen3-0.6b", "auto"),
         at_most=35,
@@ -102,7 +102,7 @@ BARS = (
 
 @dataclass
 class Setting:
-    """A shape of model, its random weights on a device, and what is asked of it."""
+    """A shape of model, its random weights on a device, and its workload."""
 
     name: str
     fields: dict[str, Any]
@@ -165,7 +165,7 @@ class Setting:
         start = time.monotonic()
         ran = serve(llm.engine, groups)
         columns = self._columns(ran, llm) | self.session.watch(start)
-        row = self.case(bench, len(ran.workload.asked)).row(
+        row = self.case(bench, len(ran.workload.requests)).row(
             kernel, ran.tokens_per_s, "tokens/s", failed=0, **columns
         )
         self.session.say(sentence(row))
@@ -204,7 +204,7 @@ def run(session: Session) -> None:
 
 
 def steps(session: Session) -> Iterator[gpu.Step]:
-    """The parts that are asked for: without a word those of the engine alone."""
+    """The chosen parts; without a choice, the parts of the engine alone."""
     parts = session.only or [part for part in PARTS if part not in HTTP]
     qwen3 = setting(session, "qwen3-0.6b", QWEN3)
     if "throughput" in parts:
@@ -239,7 +239,7 @@ def setting(session: Session, name: str, fields: dict[str, Any]) -> Setting:
 
 
 def ready(setting: Setting) -> list[Row]:
-    """A process of its own; Refused if it ends without a word."""
+    """A process of its own; RowRefused if it ends without a word."""
     quick = ["--quick"] if setting.session.quick else []
     command, start = [sys.executable, "-m", "benchmarks.serving", *quick], time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -247,7 +247,7 @@ def ready(setting: Setting) -> list[Row]:
         heard = READY in lines
         spent = time.perf_counter() - start
     if not heard:
-        raise Refused(f"the process ended with {process.returncode} before it was ready")
+        raise RowRefused(f"the process ended with {process.returncode} before it was ready")
     setting.session.say(f"{setting.name}: a new process is ready in {spent:.1f} s")
     return [setting.case("ready", 1).row("onchip", spent, "s")]
 
@@ -265,8 +265,8 @@ def capped(setting: Setting, way: str) -> list[Row]:
 def _capped_llm(setting: Setting, way: str) -> Iterator[LLM]:
     """An engine with few pages that preempts one way."""
     pages = setting.capped_pages
-    room = 0 if way == "recompute" else pages * setting.page_bytes / 2**30
-    with setting.llm(num_pages=pages, swap_space=room) as llm:
+    swap_gib = 0 if way == "recompute" else pages * setting.page_bytes / 2**30
+    with setting.llm(num_pages=pages, swap_space=swap_gib) as llm:
         if way == "swap":
             llm.engine.costs.link_bytes_per_s = math.inf
         yield llm
@@ -309,7 +309,7 @@ def copy_bytes_per_s(device: torch.device) -> float:
 
 
 def sentence(row: Row) -> str:
-    """A row in words, as it comes."""
+    """A row as a sentence."""
     at = lambda name: " / ".join(f"{row[name].get(q, 0):.1f}" for q in ("p50", "p99"))
     host = "" if row["host_share"] is None else f", host {100 * row['host_share']:.0f} %"
     by_draws = ", ".join(f"{n} draws {ms:.2f}" for n, ms in row["step_ms_by_draws"].items())

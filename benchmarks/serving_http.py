@@ -1,5 +1,5 @@
-"""Loads on `onchip serve` on the CPU, a process of its own, with the built-in model: requests that
-come when they come, and a crowd of clients whose connections are open all the time.
+"""Loads on `onchip serve` on the CPU, in a separate process, with the built-in model: an open loop
+of requests, and a crowd of clients with connections that are open all the time.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from itertools import chain
 
 from benchmarks import openloop
-from onchip.cli.bench.harness import Case, Refused, Row, Session
+from onchip.cli.bench.harness import Case, Row, RowRefused, Session
 
 RATE, SECONDS, QUICK_SECONDS = 5.0, 30.0, 2.0
 CLIENTS, QUICK_CLIENTS, SEATS = 1000, 20, 128
@@ -22,8 +22,8 @@ STOP_S = 60
 
 
 def measure(session: Session) -> list[Row]:
-    """A row: tokens a second, with the waits, the errors and the memory beside it. Refused if a
-    request was not answered.
+    """A row: tokens a second, with latencies, errors and memory. RowRefused if a request has no
+    response.
     """
     span = _span(session)
     load = openloop.Load(max(1, round(RATE * span)), RATE)
@@ -50,10 +50,10 @@ def crowd(session: Session) -> list[Row]:
 
 
 def open_files(count: int) -> None:
-    """So many, if this process may; Refused otherwise. The server inherits it."""
+    """So many, if this process may; RowRefused otherwise. The server inherits it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < count:
-        raise Refused(f"a process may open {hard} files here, {count} are needed")
+        raise RowRefused(f"a process may open {hard} files here, {count} are needed")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, count)), hard))
 
 
@@ -63,7 +63,7 @@ def _span(session: Session) -> float:
 
 def _row(session: Session, bench: str, got: dict) -> Row:
     if got["answered"] < got["requests"]:
-        raise Refused(f"{got['answered']} of {got['requests']} answered: {got['errors']}")
+        raise RowRefused(f"{got['answered']} of {got['requests']} answered: {got['errors']}")
     case = Case(bench, "tiny", None, 0, 0, got["requests"], 0, way="serve")
     session.say(f"{bench}: {got}")
     return case.row("onchip", got["tokens_per_s"], "tokens/s", **got)
@@ -85,4 +85,4 @@ def _address(process: subprocess.Popen) -> str:
     for line in process.stdout or ():
         if found := re.search(r"(http://\S+)/v1", line):
             return found[1]
-    raise Refused("the server ended before it served: see its message above")
+    raise RowRefused("the server ended before it served: see its message above")

@@ -22,8 +22,8 @@ Generate = Callable[[Any, Workload], float]  # seconds, from the first request t
 def tokens_per_s(
     session: Session, fields: dict[str, Any], workload: Workload, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Tokens that were asked for, a second, by the way they are batched; a way that fails, or all
-    if there is no transformers, is left out with a sentence.
+    """Requested tokens a second by batching method. A method that fails is left out with a
+    sentence; without transformers, all are.
     """
     try:
         model = build(fields, session.device, dtype)
@@ -58,7 +58,7 @@ def _rate(model: Any, generate: Generate, workload: Workload) -> float:
 
 
 def _drawn(most: int, **options: Any):
-    """As the engine draws: temperature alone, and no end before the length that was asked for."""
+    """The engine's sampling: temperature alone, and no end before the requested length."""
     from transformers import GenerationConfig
 
     return GenerationConfig(
@@ -75,10 +75,10 @@ def _drawn(most: int, **options: Any):
 
 def static(model: Any, workload: Workload) -> float:
     """One batch, prompts padded on the left, until the longest output is done."""
-    longest = max(len(prompt) for prompt, _ in workload.asked)
+    longest = max(len(prompt) for prompt, _ in workload.requests)
     pad = lambda prompt, value: [value] * (longest - len(prompt))
-    ids = [pad(prompt, 0) + prompt for prompt, _ in workload.asked]
-    seen = [pad(prompt, 0) + [1] * len(prompt) for prompt, _ in workload.asked]
+    ids = [pad(prompt, 0) + prompt for prompt, _ in workload.requests]
+    seen = [pad(prompt, 0) + [1] * len(prompt) for prompt, _ in workload.requests]
     start = time.perf_counter()
     model.generate(
         input_ids=torch.tensor(ids, device=model.device),
@@ -90,19 +90,19 @@ def static(model: Any, workload: Workload) -> float:
 
 
 def continuous(model: Any, workload: Workload) -> float:
-    """Its own scheduler and paged cache, with room for all; every request its own length. The cache
-    is made and its graphs are recorded before the clock starts.
+    """Its own scheduler and paged cache with pages for all requests; every request has its own
+    length. The cache is allocated and its graphs are captured before the clock starts.
     """
     from transformers import ContinuousBatchingConfig
 
-    blocks = sum(-(-(len(prompt) + n) // BLOCK) for prompt, n in workload.asked) + 16
+    blocks = sum(-(-(len(prompt) + n) // BLOCK) for prompt, n in workload.requests) + 16
     config = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=8192)
     options = {"generation_config": _drawn(workload.steps), "continuous_batching_config": config}
     with model.continuous_batching_context_manager(**options) as manager:
         start = time.perf_counter()
-        for prompt, count in workload.asked:
+        for prompt, count in workload.requests:
             manager.add_request(prompt, max_new_tokens=count)
-        for _ in workload.asked:
+        for _ in workload.requests:
             _check(manager.get_result(timeout=PATIENCE_S))
         return time.perf_counter() - start
 

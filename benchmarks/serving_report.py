@@ -135,7 +135,7 @@ TITLES = {
 
 
 def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> None:
-    """The tables that fit a terminal; what each row says in full was said when it came."""
+    """Print the tables that fit a terminal; each row was printed in full when it was measured."""
     print_sheets(console, rows, SHEETS, TITLES)
     if picture:
         plot(rows, picture)

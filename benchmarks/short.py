@@ -11,8 +11,8 @@ from itertools import product
 import torch
 
 from onchip.cli.bench import gpu, patterns
-from onchip.cli.bench.forward import our_claims, sdpa_rivals
-from onchip.cli.bench.harness import Bar, Case, Row, Session, worst_cell
+from onchip.cli.bench.forward import our_specs, sdpa_rivals
+from onchip.cli.bench.harness import Case, Row, Session, Threshold, worst_cell
 
 # (batch, seqlen, head_dim, mask): alone or as a large batch; 197 is a 14 x 14 image and its class
 CELLS = tuple(product((1, 64), (64, 197, 512), (64, 128), ("none", "causal")))
@@ -24,7 +24,9 @@ def _short(row: Row) -> bool:
     return row["bench"] == "short" and gpu.counts(row)
 
 
-BARS = (Bar("short, worst cell", _short, at_least=AT_LEAST, measure=worst_cell(AT_LEAST)),)
+THRESHOLDS = (
+    Threshold("short, worst cell", _short, at_least=AT_LEAST, measure=worst_cell(AT_LEAST)),
+)
 
 
 def run(session: Session) -> None:
@@ -47,6 +49,6 @@ def steps(session: Session) -> Iterator[gpu.Step]:
 def measure(session: Session, case: Case) -> list[Row]:
     pattern = patterns.plain(case.seqlen, case.mask)
     sets = gpu.draw_sets(case, session.device)
-    judge = gpu.OutputJudge({"normal": sets[0]}, pattern.visible)
-    claims = our_claims("short", pattern, sets, judge, sdpa_rivals(case, sets, judge, SDPA))
-    return gpu.contest(session, case, claims, gpu.MICROSECONDS)
+    check = gpu.OutputCheck({"normal": sets[0]}, pattern.visible)
+    specs = our_specs("short", pattern, sets, check, sdpa_rivals(case, sets, check, SDPA))
+    return gpu.contest(session, case, specs, gpu.MICROSECONDS)

@@ -1,16 +1,16 @@
-"""Serving without a model: who holds how many slots of a key/value cache, step by step. No torch.
+"""Serving without a model: the slots of a key/value cache by request, step by step. No torch.
 
 A slot holds the keys and values of one token in every layer. A request is admitted with its prompt
 and grows by one token a step until its output is complete; requests wait in the order of arrival.
 At every step a slot is one of
 
-    used       holds a token
-    reserved   will hold a token of the sequence that has it, later
-    internal   belongs to a sequence that will never fill it
-    external   is free while a request waits that it cannot serve: too few, or not contiguous
+  used       holds a token
+  reserved   will hold a token of the sequence that has it, later
+  internal   belongs to a sequence that will never fill it
+  external   is free while a request waits that it cannot serve: too few, or not contiguous
 
-and waste is all but the first. Nothing changes between two events (an arrival, a full page, an end)
-but that every sequence grows, so the averages over time are exact sums, not samples.
+and waste is all but the first. Between two events (an arrival, a full page, an end) the only change
+is that every sequence grows, so the averages over time are exact sums, not samples.
 """
 
 import heapq
@@ -25,10 +25,10 @@ from typing import Any, NamedTuple, Protocol
 
 from onchip.kvcache.pool import NoRoom, Pool
 
-GROW, FINISH = 1, 0  # at one step, what ends makes room for what grows
+GROW, FINISH = 1, 0  # at one step, ends free slots before sequences grow
 
 
-class Request(NamedTuple):
+class SimRequest(NamedTuple):
     """`output` tokens follow a prompt; both are stored."""
 
     arrival: int
@@ -64,7 +64,7 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class Workload:
+class SimWorkload:
     """Lengths of prompts and outputs; a pair longer than max_length is drawn again."""
 
     name: str
@@ -80,18 +80,18 @@ class Workload:
                 yield prompt, output
 
 
-def arrivals(workload: Workload, rate: float, steps: int, seed: int) -> Iterator[Request]:
+def arrivals(workload: SimWorkload, rate: float, steps: int, seed: int) -> Iterator[SimRequest]:
     """Poisson arrivals, `rate` a step, until `steps`."""
     rng = random.Random(f"arrivals {seed}")
     time = rng.expovariate(rate)
     for prompt, output in workload.lengths(seed):
         if time >= steps:
             return
-        yield Request(math.ceil(time), prompt, output)
+        yield SimRequest(math.ceil(time), prompt, output)
         time += rng.expovariate(rate)
 
 
-def rate_of(workload: Workload, slots: int, load: float, seed: int) -> float:
+def rate_of(workload: SimWorkload, slots: int, load: float, seed: int) -> float:
     """The arrivals a step that would fill `load` times the slots if nothing were wasted.
 
     A request occupies prompt + 1, ..., prompt + output slots, one step each.
@@ -103,18 +103,20 @@ def rate_of(workload: Workload, slots: int, load: float, seed: int) -> float:
 
 @dataclass
 class Holding:
-    """What an allocator gave to one sequence: room for that many tokens, and where."""
+    """An allocation of one sequence: its capacity in tokens, and its position."""
 
-    room: int
+    capacity: int
     place: Any
 
 
 class Allocator(Protocol):
-    """admit() and grow() say None and False where there is no room; then nothing has changed."""
+    """admit() returns None and grow() returns False if there is no free space; the state is then
+    unchanged.
+    """
 
     slots: int
 
-    def admit(self, request: Request) -> Holding | None: ...
+    def admit(self, request: SimRequest) -> Holding | None: ...
 
     def grow(self, holding: Holding) -> bool: ...
 
@@ -147,7 +149,7 @@ class FirstFit:
 
 
 class Buddy:
-    """Ranges whose size is a power of two, halved on demand and joined with their other half."""
+    """Ranges with a size that is a power of two, split on demand and joined with their other half."""
 
     def __init__(self, slots: int):
         self.free: dict[int, set[int]] = {1 << i: set() for i in range(slots.bit_length())}
@@ -180,23 +182,23 @@ class Buddy:
 class Contiguous:
     """Everything a sequence may need, in one piece, when it is admitted."""
 
-    def __init__(self, slots: int, reserve: Callable[[Request], int], space: type = FirstFit):
+    def __init__(self, slots: int, reserve: Callable[[SimRequest], int], space: type = FirstFit):
         self.slots, self.reserve, self.space = slots, reserve, space(slots)
 
-    def admit(self, request: Request) -> Holding | None:
+    def admit(self, request: SimRequest) -> Holding | None:
         place = self.space.take(self.reserve(request))
         return place and Holding(place[1], place)
 
     def grow(self, holding: Holding) -> bool:
-        raise ValueError(f"a sequence outgrew the {holding.room} slots reserved for it")
+        raise ValueError(f"a sequence outgrew the {holding.capacity} slots reserved for it")
 
     def release(self, holding: Holding) -> None:
         self.space.give(*holding.place)
 
 
 class Paged:
-    """Pages of a real Pool, on demand. `spare` of the pages are kept from newcomers, so that those
-    who run can grow for a while before one of them is preempted.
+    """Pages of a real Pool, on demand. `spare` of the pages are withheld from new requests, so that
+    running requests can grow for a while before one is preempted.
     """
 
     def __init__(self, slots: int, page_size: int = 16, spare: float = 0.01):
@@ -204,8 +206,8 @@ class Paged:
         self.pool = Pool(slots // page_size + 1, page_size)  # page 0 is never handed out
         self.spare = math.ceil(spare * self.pool.capacity)
 
-    def admit(self, request: Request) -> Holding | None:
-        """The prompt and the token that follows it have slots, or nobody is admitted."""
+    def admit(self, request: SimRequest) -> Holding | None:
+        """Admit a request if the prompt and the token after it fit."""
         pages = request.prompt // self.page_size + 1
         if self.pool.num_free < pages + self.spare:
             return None
@@ -215,7 +217,7 @@ class Paged:
         """A page is taken whole; how much of it is used the server counts."""
         if isinstance(self.pool.extend(holding.place, self.page_size), NoRoom):
             return False
-        holding.room += self.page_size
+        holding.capacity += self.page_size
         return True
 
     def release(self, holding: Holding) -> None:
@@ -231,8 +233,8 @@ class Running(NamedTuple):
 
     @property
     def useful(self) -> int:
-        """The slots of its room that hold a token by the end."""
-        return min(self.holding.room, self.final)
+        """The allocated slots that hold a token at the end."""
+        return min(self.holding.capacity, self.final)
 
 
 class Slots(NamedTuple):
@@ -246,13 +248,13 @@ class Slots(NamedTuple):
 
     @property
     def waste(self) -> float:
-        """The fraction of the slots that holds nothing, while somebody waits for room."""
+        """The fraction of the slots that is empty while a request waits for space."""
         wasted = self.reserved + self.internal + self.external
         return wasted / (self.used + wasted)
 
 
 @dataclass
-class Usage:
+class SimUsage:
     """After the warm-up: the mean over time, what ended, and what preemption cost. The timeline
     holds samples of the whole run.
     """
@@ -262,25 +264,25 @@ class Usage:
     generated: int = 0
     finished: int = 0
     preempted: int = 0
-    recomputed: int = 0  # tokens whose keys and values were computed again
+    recomputed: int = 0  # tokens with recomputed keys and values
 
 
-class Server:
+class SimServer:
     """Runs requests on an allocator; the first `warmup` steps are not averaged."""
 
     def __init__(self, allocator: Allocator, warmup: int = 0, sample_every: int = 16):
         self.allocator, self.warmup, self.sample_every = allocator, warmup, sample_every
-        self.coming: Iterator[Request] = iter(())
-        self.arriving: Request | None = None
-        self.queue: deque[Request] = deque()
+        self.coming: Iterator[SimRequest] = iter(())
+        self.arriving: SimRequest | None = None
+        self.queue: deque[SimRequest] = deque()
         self.running: dict[int, Running] = {}  # by age: the newest is the last
         self.events: list[tuple[int, int, int]] = []  # (step, kind, key in running)
         self.keys = count()
-        self.now = self.used = self.room = self.useful = 0
+        self.now = self.used = self.capacity = self.useful = 0
         self.sums = [0] * len(Slots._fields)
-        self.usage = Usage(Slots(0, 0, 0, 0, 0), [])
+        self.usage = SimUsage(Slots(0, 0, 0, 0, 0), [])
 
-    def run(self, requests: Iterable[Request], steps: int) -> Usage:
+    def run(self, requests: Iterable[SimRequest], steps: int) -> SimUsage:
         """Serve until `steps`; what still runs or waits then is left as it is."""
         self.coming = iter(requests)
         self.arriving = next(self.coming, None)
@@ -297,12 +299,12 @@ class Server:
         return self.usage
 
     def _next(self) -> float:
-        """The next event; an arrival is one only if nobody waits before it."""
+        """The next event. An arrival is an event only if the queue is empty."""
         event = self.events[0][0] if self.events else math.inf
         return min(event, self.arriving.arrival) if self.arriving and not self.queue else event
 
     def _somebody_waits(self) -> bool:
-        """Who has arrived joins the queue when it is empty: under load most requests never do."""
+        """Add arrived requests when the queue is empty: under load most requests are never added."""
         if not self.queue and self.arriving and self.arriving.arrival <= self.now:
             self.queue.append(self.arriving)
             self.arriving = next(self.coming, None)
@@ -323,8 +325,8 @@ class Server:
 
     @property
     def slots(self) -> Slots:
-        free = self.allocator.slots - self.room if self.queue else 0
-        reserved, internal = self.useful - self.used, self.room - self.useful
+        free = self.allocator.slots - self.capacity if self.queue else 0
+        reserved, internal = self.useful - self.used, self.capacity - self.useful
         return Slots(self.used, reserved, internal, free, len(self.running))
 
     def _sample(self) -> None:
@@ -332,7 +334,7 @@ class Server:
         if not timeline or self.now >= timeline[-1][0] + self.sample_every:
             timeline.append((self.now, self.slots))
 
-    def _admit(self, request: Request) -> bool:
+    def _admit(self, request: SimRequest) -> bool:
         holding = self.allocator.admit(request)
         if holding is None:
             return False
@@ -353,15 +355,15 @@ class Server:
             self._grow(key)
 
     def _grow(self, key: int) -> None:
-        """Room for a sequence, if need be at the cost of the newest, which may be itself."""
+        """Grow a sequence; if needed, preempt the newest, which may be the sequence itself."""
         sequence = self.running[key]
-        room, useful = sequence.holding.room, sequence.useful
+        capacity, useful = sequence.holding.capacity, sequence.useful
         while not self.allocator.grow(sequence.holding):
             newest = next(reversed(self.running))
             self._preempt(newest)
             if newest == key:
                 return
-        self.room += sequence.holding.room - room
+        self.capacity += sequence.holding.capacity - capacity
         self.useful += sequence.useful - useful
         self._schedule(key)
 
@@ -369,7 +371,7 @@ class Server:
         """Back to the head of the queue; what it had is recomputed as a longer prompt."""
         final, tokens = self.running[key].final, self.now - self.running[key].born
         self._leave(key)
-        self.queue.appendleft(Request(self.now, tokens, final - tokens))
+        self.queue.appendleft(SimRequest(self.now, tokens, final - tokens))
         if self.now >= self.warmup:
             self.usage.preempted += 1
             self.usage.recomputed += tokens
@@ -381,14 +383,14 @@ class Server:
         self.allocator.release(sequence.holding)
 
     def _count(self, sequence: Running, sign: int) -> None:
-        self.room += sign * sequence.holding.room
+        self.capacity += sign * sequence.holding.capacity
         self.useful += sign * sequence.useful
 
     def _schedule(self, key: int) -> None:
-        """Its next event: it ends, or it has filled its room."""
+        """Its next event: it ends, or it has filled its allocation."""
         holding, final, born = self.running[key]
-        ends = holding.room >= final
-        event = (born + (final if ends else holding.room), FINISH if ends else GROW, key)
+        ends = holding.capacity >= final
+        event = (born + (final if ends else holding.capacity), FINISH if ends else GROW, key)
         heapq.heappush(self.events, event)
 
 
@@ -419,8 +421,8 @@ def parallel_sampling(lengths: Iterable[tuple[int, int]], n: int, page_size: int
 def beam_search(
     lengths: Iterable[tuple[int, int]], width: int, turnover: float, page_size: int = 16
 ) -> Sharing:
-    """Beams that at every step go on, or with probability `turnover` begin again as a child of any
-    beam of the last step: 0 is parallel sampling, 1 forgets at once who was whose.
+    """Beams that at every step continue, or with probability `turnover` restart as a child of any
+    beam of the last step: 0 is parallel sampling, 1 chooses every parent anew.
     """
     rng = random.Random(f"beams {width} {turnover}")
     fate = lambda beam: rng.randrange(width) if rng.random() < turnover else beam
@@ -454,7 +456,7 @@ class Group:
         self.moved = prompt * (width - 1)
 
     def step(self, parents: Sequence[int]) -> None:
-        """Each sequence gets a parent among those of the last step, and one token."""
+        """Each sequence gets a parent among the sequences of the last step, and one token."""
         self._reorder(parents)
         for table in self.tables:
             copies = self.pool.extend(table, 1)
@@ -464,7 +466,7 @@ class Group:
         self.alone += sum(len(table) for table in self.tables)
 
     def _reorder(self, parents: Sequence[int]) -> None:
-        """A parent's first child goes on in its place; the others are forks of it."""
+        """A parent's first child continues the parent's sequence; the other children are forks."""
         old, tables = self.tables, []
         for parent in parents:
             first = old[parent] not in tables

@@ -1,11 +1,10 @@
-"""`python -m benchmarks step`: where the time of one decoding step of a served model goes, in
-microseconds.
+"""`python -m benchmarks step`: the parts of one decode step of a served model, in microseconds.
 
-Qwen3-0.6B in shape, random weights, bf16: 256 sequences of 600 tokens, one new token each, drawn at
-temperature 0.6. A part is all that the step does of its kind, in all layers, replayed from a CUDA
+Qwen3-0.6B in shape, random weights, bf16: 256 sequences of 600 tokens, one new token each, sampled
+at temperature 0.6. A part is all work of one kind in a step, over all layers, replayed from a CUDA
 graph; so is the whole step. "eager" is the step without a graph, from its first launch until the
-GPU is done. "all but attention" is the whole step less its attention: what the engine's budget of
-2 ms a step is about.
+GPU is done. "all but attention" is the whole step less its attention: the engine's budget of 2 ms a
+step is for this.
 """
 
 import statistics
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from onchip.cli.bench import gpu
-from onchip.cli.bench.harness import Bar, Case, Refused, Row, Session
+from onchip.cli.bench.harness import Case, Row, RowRefused, Session, Threshold
 from onchip.cli.bench.measure import seconds, synchronize
 from onchip.engine.sampler import LogitEdits, SamplerOutput, SamplingMetadata, sample
 from onchip.kvcache import KVCache, PagedBatch
@@ -51,9 +50,9 @@ def _named(name: str) -> Callable[[Row], bool]:
     return lambda row: row["bench"] == "step" and row["kernel"] == name
 
 
-BARS = (
-    Bar("all but attention, us", _named("all but attention"), at_most=2000),
-    Bar("draw, us", _named("draw"), at_most=150),
+THRESHOLDS = (
+    Threshold("all but attention, us", _named("all but attention"), at_most=2000),
+    Threshold("draw, us", _named("draw"), at_most=150),
 )
 
 
@@ -188,10 +187,10 @@ class Setup:
 
 
 def check(setup: Setup) -> None:
-    """Refused unless a step gives finite log probabilities, twice the same."""
+    """RowRefused unless a step gives finite log probabilities, twice the same."""
     first, second = setup.step(), setup.step()
     if not first.logprob.isfinite().all() or not torch.equal(first.token, second.token):
-        raise Refused("two steps over the same pages differ, or are not finite")
+        raise RowRefused("two steps over the same pages differ, or are not finite")
 
 
 def replay_us(job: Job, rounds: int, device: torch.device) -> float:

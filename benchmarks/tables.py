@@ -1,11 +1,11 @@
-"""The tables of the documents, written by asking: `python -m benchmarks.tables`.
+"""The generated tables of the documents: `python -m benchmarks.tables`.
 
-What stands between `<!-- NAME -->` and `<!-- /NAME -->` in README.md and docs/*.md is rewritten.
-NAME is `support` (every kernel's `supports`), `options` (the signatures), `bench:FILE` (a summary
-of benchmarks/results/FILE.json), `bench:FILE:rows` (every row of it), `bench:FILE:grid` (its first
+The text between `<!-- NAME -->` and `<!-- /NAME -->` in README.md and docs/*.md is rewritten. NAME
+is `support` (every kernel's `supports`), `options` (the signatures), `bench:FILE` (a summary of
+benchmarks/results/FILE.json), `bench:FILE:rows` (every row of it), `bench:FILE:grid` (its first
 benchmark with lengths across), `bench:FILE:kernels` (problems down, kernels across),
 `bench:FILE:steps` (kernels down, problems across) or `bench:FILE:SHEET` (a table that a benchmark
-makes itself). Rows that do not count are shown where every row is, and in no mean.
+makes itself). Rows that do not count appear in full tables, and in no mean.
 """
 
 import inspect

@@ -1,16 +1,16 @@
-"""`python -m benchmarks train`: steps of training, tokens a second, against the same model on
-torch's SDPA.
+"""`python -m benchmarks train`: training steps, tokens a second, against the same model on torch's
+SDPA.
 
 Parts. gpt2: GPT-2 medium in shape, llama: TinyLlama-1.1B in shape, both at 2k to 32k tokens of
 context; bert: BERT-large in shape at 512 tokens, lengths uniform in [1, 512], packed against
 padded; curves: 500 steps on the King James Bible with each attention, same weights and batches.
 
-A step is forward, backward and AdamW on random tokens, weights and products in bf16. Contenders
-share the model and the optimizer, whose learning rate is 0 so that all train the same weights, and
-take turns, step by step; attention alone is different. A model's flops are 6 for each weight of a
-product and token, and 12 head_dim for each head, query and key that it sees: nothing is counted
-that is computed twice. `mfu` is their share of what the device can do. Without a GPU everything
-runs at toy size, and no bar is judged.
+A step is forward, backward and AdamW on random tokens, weights and products in bf16. Candidates
+share the model and the optimizer and take turns, step by step; only the attention differs. The
+learning rate is 0, so that all train the same weights. A model's flops are 6 for each weight of a
+product and token, and 12 head_dim for each head, query and visible key; recomputation is not
+counted. `mfu` is their share of the device's peak. Without a GPU everything runs at toy size, and
+no threshold is checked.
 """
 
 import math
@@ -26,11 +26,11 @@ from torch import Tensor
 
 import onchip
 from benchmarks.curves import compare
-from benchmarks.peak import judged
+from benchmarks.peak import check_accuracy
 from benchmarks.trainer import Attend, Batch, Trainer
 from onchip.cli.bench import gpu
-from onchip.cli.bench.gpu import Lane, Race
-from onchip.cli.bench.harness import Bar, Case, Refused, Row, Session, worst_cell
+from onchip.cli.bench.gpu import Capture, Timing
+from onchip.cli.bench.harness import Case, Row, RowRefused, Session, Threshold, worst_cell
 from onchip.cli.bench.measure import seconds
 from onchip.cli.bench.peers import backend
 from onchip.models import ModelConfig, num_parameters
@@ -74,17 +74,19 @@ def _cell(mask: str, seqlen: int) -> Callable[[Row], bool]:
     return lambda r: (r["bench"], r["mask"], r["seqlen"]) == ("train", mask, seqlen)
 
 
-def _bar(mask: str, seqlen: int, least: float) -> Bar:
+def _threshold(mask: str, seqlen: int, least: float) -> Threshold:
     name = f"step of {mask} at {seqlen:,} tokens, against the best of SDPA"
-    return Bar(name, _cell(mask, seqlen), at_least=least, measure=worst_cell(least))
+    return Threshold(name, _cell(mask, seqlen), at_least=least, measure=worst_cell(least))
 
 
-BARS = (
-    _bar("llama", 2048, 0.99),
-    _bar("llama", 16384, 1.03),
-    _bar("llama", 32768, 1.05),
-    Bar("BERT-large, packed against padded", lambda r: r["bench"] == "train padded", at_least=1.15),
-    Bar(
+THRESHOLDS = (
+    _threshold("llama", 2048, 0.99),
+    _threshold("llama", 16384, 1.03),
+    _threshold("llama", 32768, 1.05),
+    Threshold(
+        "BERT-large, packed against padded", lambda r: r["bench"] == "train padded", at_least=1.15
+    ),
+    Threshold(
         "difference of loss curves, ours over another backend's",
         lambda r: r["bench"] == "train curves",
         at_most=1.5,
@@ -128,7 +130,7 @@ def measure(
     count = max((TOY_TOKENS if toy else TOKENS) // seqlen, 1)
     case = _case(f"toy {name}" if toy else name, config, seqlen, count)
     ours = dense(partial(onchip.attention, causal=True), count)
-    error = judge_attention(partial(onchip.attention, causal=True), config, seqlen, device)
+    error = check_attention(partial(onchip.attention, causal=True), config, seqlen, device)
     batch = random_batch(config, [seqlen] * count, device)
     entered = {"onchip": Entry(batch, ours)}
     for rival in ("cudnn", "fa2"):
@@ -146,7 +148,7 @@ def measure_bert(session: Session, shape: dict[str, Any], toy: bool) -> list[Row
     config, count = at_length(shape, seqlen), (TOY_TOKENS if toy else TOKENS) // seqlen
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, seqlen + 1, (count,), generator=generator)
-    error = judge_attention(onchip.attention, config, seqlen, device, "none")
+    error = check_attention(onchip.attention, config, seqlen, device, "none")
     packed = random_batch(config, lengths.tolist(), device, CHOSEN)
     padded = pad(packed, lengths, seqlen)
     cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
@@ -171,7 +173,7 @@ def measure_bert(session: Session, shape: dict[str, Any], toy: bool) -> list[Row
 
 @dataclass(frozen=True)
 class Entry:
-    """Who takes part: a batch laid out its way, and its attention."""
+    """One candidate of a training row: a batch in its layout, and its attention."""
 
     batch: Batch
     attend: Attend
@@ -180,7 +182,7 @@ class Entry:
 def random_batch(
     config: ModelConfig, lengths: Sequence[int], device: torch.device, chosen: float = 1.0
 ) -> Batch:
-    """Random tokens in sequences of these lengths, one after another; a share of them is asked."""
+    """Random tokens in sequences of these lengths, packed; a share of them are targets."""
     generator = torch.Generator().manual_seed(0)
     total = sum(lengths)
     tokens, targets = torch.randint(config.vocab_size, (2, total), generator=generator)
@@ -190,7 +192,7 @@ def random_batch(
 
 
 def pad(packed: Batch, lengths: Tensor, seqlen: int) -> Batch:
-    """The same sequences, each in a row of seqlen tokens; the same tokens are asked."""
+    """The same sequences, each in a row of seqlen tokens, with the same targets."""
     owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(packed.tokens.device)
     places = owner * seqlen + packed.positions
     every = torch.arange(len(lengths) * seqlen, device=places.device)
@@ -256,7 +258,7 @@ def packed_fa2(cu_seqlens: Tensor, longest: int) -> Attend:
     return attend
 
 
-def judge_attention(
+def check_attention(
     attend: Callable, config: ModelConfig, seqlen: int, device: torch.device, mask: str = "causal"
 ) -> float:
     """The RMSE of our attention at this shape; Inaccurate if it, or a gradient, breaks the rule."""
@@ -265,32 +267,32 @@ def judge_attention(
     draw = lambda h: torch.randn(
         1, seqlen, h, config.head_dim, generator=generator, device=device
     ).bfloat16()
-    return judged(attend, tuple(map(draw, heads)), True, mask)
+    return check_accuracy(attend, tuple(map(draw, heads)), True, mask)
 
 
 def contest(
     session: Session, case: Case, trainer: Trainer, entered: dict[str, Entry]
-) -> tuple[Race, dict[str, Any]]:
-    """Steps in turns, and the clocks meanwhile. A rival that cannot, or whose loss is not ours, is
-    left out and named.
+) -> tuple[Timing, dict[str, Any]]:
+    """Time the steps in turns and read the clocks. A rival that fails, or has another loss, is left
+    out and named.
     """
-    lanes = dict(_lanes(session, case, trainer, entered))
+    captures = dict(_captures(session, case, trainer, entered))
     start = time.monotonic()
     rounds = QUICK_ROUNDS if session.quick else ROUNDS
-    measured = gpu.race(lanes, lanes["onchip"], rounds, gpu.sampler(session.device))
+    measured = gpu.time_captures(captures, captures["onchip"], rounds, gpu.sampler(session.device))
     return measured, session.watch(start)
 
 
-def _lanes(
+def _captures(
     session: Session, case: Case, trainer: Trainer, entered: dict[str, Entry]
-) -> Iterator[tuple[str, Lane]]:
+) -> Iterator[tuple[str, Capture]]:
     ours = None
     for name, entry in entered.items():
         try:
             found = trainer(entry.batch, entry.attend).item()
             ours = found if ours is None else ours
             if not abs(found - ours) <= 0.01 * abs(ours):
-                raise Refused(f"its loss is {found:.4f}, ours {ours:.4f}")
+                raise RowRefused(f"its loss is {found:.4f}, ours {ours:.4f}")
             step = partial(trainer.step, entry.batch, entry.attend)
             ms = seconds(step, session.device) * 1e3
         except Exception as error:
@@ -299,7 +301,7 @@ def _lanes(
             session.note(f"{name} is left out: {gpu.sentence(error)}", f" ({case})")
             trainer.optimizer.zero_grad()
             continue
-        yield name, Lane(step, 1, ms)
+        yield name, Capture(step, 1, ms)
 
 
 def model_flops(
@@ -321,7 +323,7 @@ def _case(name: str, config: ModelConfig, seqlen: int, count: int) -> Case:
 
 
 def _row(
-    session: Session, case: Case, measured: Race, tokens: int, flops: float, rivals: Sequence[str]
+    session: Session, case: Case, measured: Timing, tokens: int, flops: float, rivals: Sequence[str]
 ) -> Row:
     """Tokens a second of everybody, ratios to the rivals, and what share of the device it is."""
     rate = lambda name: tokens / measured.ms(name) * 1e3
@@ -337,8 +339,8 @@ def _row(
     return row | {"mfu": _mfu(session.device, flops, measured)}
 
 
-def _mfu(device: torch.device, flops: float, measured: Race) -> dict[str, float] | None:
-    """By contender; None where the device's peak is not known."""
+def _mfu(device: torch.device, flops: float, measured: Timing) -> dict[str, float] | None:
+    """By candidate; None where the device's peak is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
     if peak is None:

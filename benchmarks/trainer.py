@@ -1,8 +1,8 @@
 """The model that `python -m benchmarks train` trains: a `Decoder` driven layer by layer, so that
-attention is the contender's and everything else is everybody's.
+attention is the candidate's and everything else is everybody's.
 
 What a layer does before its attention and what it does after are two functions of the layer, which
-torch compiles on a GPU, once for all layers and contenders.
+torch compiles on a GPU, once for all layers and candidates.
 """
 
 from collections.abc import Callable
@@ -51,9 +51,9 @@ def loss(model: Decoder, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
 
 
 def _compile(function: Callable) -> Callable:
-    """One function for all shapes of a benchmark: torch gives up after eight of them without a
-    word, unless it is told to say so, and would time the unfused program. Every shape is compiled
-    for itself: else whoever comes second runs a program for any number of tokens.
+    """One function for all shapes of a benchmark. Torch stops compiling after eight shapes,
+    silently unless configured otherwise, and would time the unfused program. Every shape is
+    compiled separately: otherwise the second shape would run a program for any number of tokens.
     """
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True

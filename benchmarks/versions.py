@@ -17,15 +17,15 @@ import torch
 
 import onchip
 from onchip.cli.bench import gpu, patterns
-from onchip.cli.bench.gpu import Claim, Contender
-from onchip.cli.bench.harness import Bar, Case, Row, Session
+from onchip.cli.bench.gpu import GpuCandidate, RowSpec
+from onchip.cli.bench.harness import Case, Row, Session, Threshold
 from onchip.cli.bench.peers import Attend
 
 FOLDER = Path(__file__).parents[1] / "examples" / "versions"
 VERSIONS = ("v1", "v2", "v3", "v4")
 LENGTHS, HEAD_DIMS = (1024, 4096, 16384), (64, 128)
 FEW_HEADS, FEW_HEADS_DIM = 8, 128
-BARS: tuple[Bar, ...] = ()  # they are to be read, not to be fastest
+THRESHOLDS: tuple[Threshold, ...] = ()  # they are to be read, not to be fastest
 
 
 def run(session: Session) -> None:
@@ -54,27 +54,27 @@ def measure(session: Session, case: Case) -> list[Row]:
 
 
 def contest(
-    session: Session, case: Case, contenders: dict[str, Contender], before: dict[str, str]
+    session: Session, case: Case, candidates: dict[str, GpuCandidate], before: dict[str, str]
 ) -> list[Row]:
-    """A row each, its ratio to the contender that `before` names; onchip is the control."""
+    """A row each, its ratio to the candidate that `before` names; onchip is the control."""
 
-    def claim(name: str) -> Claim:
-        against = [contenders[before[name]]] if name in before else []
-        return Claim(case.bench, name, contenders[name], against)
+    def spec(name: str) -> RowSpec:
+        against = [candidates[before[name]]] if name in before else []
+        return RowSpec(case.bench, name, candidates[name], against)
 
-    order = ["onchip", *(name for name in contenders if name != "onchip")]
-    rows = gpu.contest(session, case, [claim(name) for name in order], gpu.tflops(case))
+    order = ["onchip", *(name for name in candidates if name != "onchip")]
+    rows = gpu.contest(session, case, [spec(name) for name in order], gpu.tflops(case))
     return rows[1:] + rows[:1]
 
 
-def enter(session: Session, case: Case, makers: dict[str, Attend]) -> dict[str, Contender]:
-    """Those made here and a plain call of onchip, all of them held to the accuracy rule."""
+def enter(session: Session, case: Case, makers: dict[str, Attend]) -> dict[str, GpuCandidate]:
+    """The candidates of examples/versions and a plain call of onchip, all under the accuracy rule."""
     pattern = patterns.plain(case.seqlen, case.mask)
     sets = gpu.draw_sets(case, session.device)
     samples = {"normal": sets[0], "outlier": gpu.draw(case, session.device, "outlier")}
-    judge = gpu.OutputJudge(samples, pattern.visible)
-    everyone = makers | {"onchip": partial(onchip.attention, **pattern.options)}
-    return {name: Contender(name, f, sets, judge, ours=True) for name, f in everyone.items()}
+    check = gpu.OutputCheck(samples, pattern.visible)
+    functions = makers | {"onchip": partial(onchip.attention, **pattern.options)}
+    return {name: GpuCandidate(name, f, sets, check, ours=True) for name, f in functions.items()}
 
 
 def version(name: str, causal: bool, **options: int) -> Attend:

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what became of it: the requests of a serving benchmark."""
+"""The requests of a serving benchmark, and the measurements of a run."""
 
 import random
 import time
@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from onchip.cli.bench.harness import Refused
+from onchip.cli.bench.harness import RowRefused
 from onchip.engine import Engine, Request, SamplingParams
 from onchip.models import ModelConfig, num_parameters
 
 TEMPERATURE = 0.6
 WARM_UP_TOKENS = 32
-DRAWS = 64  # the width of the classes that steps are told apart by
-Asked = tuple[list[int], int]  # the token ids of a prompt, and how many are to follow
+DRAWS = 64  # width of the classes of steps, in sampled tokens
+PlannedRequest = tuple[list[int], int]  # the token ids of a prompt, and the number of output tokens
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that all come at once."""
+    """Requests that all arrive at once."""
 
-    asked: tuple[Asked, ...]
+    requests: tuple[PlannedRequest, ...]
 
     @classmethod
     def uniform(
@@ -36,39 +36,40 @@ class Workload:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(len(prompt) for prompt, _ in self.asked)
+        return sum(len(prompt) for prompt, _ in self.requests)
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(count for _, count in self.asked)
+        return sum(count for _, count in self.requests)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""
-        return max(len(prompt) + count for prompt, count in self.asked)
+        return max(len(prompt) + count for prompt, count in self.requests)
 
     @property
     def steps(self) -> int:
         """The fewest that can be: all run at once."""
-        return max(count for _, count in self.asked)
+        return max(count for _, count in self.requests)
 
     @property
     def tokens_read(self) -> int:
         """Keys that all draws together read: a draw reads prompt and output so far."""
-        return sum(n * len(prompt) + n * (n - 1) // 2 for prompt, n in self.asked)
+        return sum(n * len(prompt) + n * (n - 1) // 2 for prompt, n in self.requests)
 
     def peak_pages(self, page_size: int) -> int:
         """The most pages that are held at a time if all run at once."""
-        held = lambda t: sum(-(-(len(p) + t) // page_size) for p, count in self.asked if t < count)
+        pages = lambda tokens: -(-tokens // page_size)
+        held = lambda t: sum(pages(len(p) + t) for p, count in self.requests if t < count)
         return max(held(t) for t in range(self.steps))
 
     def cut(self, count: int, most: int) -> "Workload":
         """The first requests alone, with at most so many tokens of output each."""
-        return Workload(tuple((prompt, min(n, most)) for prompt, n in self.asked[:count]))
+        return Workload(tuple((prompt, min(n, most)) for prompt, n in self.requests[:count]))
 
     def batches(self, size: int) -> list["Workload"]:
-        starts = range(0, len(self.asked), size)
-        return [replace(self, asked=self.asked[at : at + size]) for at in starts]
+        starts = range(0, len(self.requests), size)
+        return [replace(self, requests=self.requests[at : at + size]) for at in starts]
 
 
 class Roofline(NamedTuple):
@@ -134,7 +135,7 @@ class Ran:
         host = None if self.host_s is None else self.host_s / self.seconds
         return {
             "seconds": self.seconds,
-            "requests": len(self.workload.asked),
+            "requests": len(self.workload.requests),
             "prompt_tokens": self.workload.num_prompt_tokens,
             "output_tokens": self.workload.num_output_tokens,
             "first_token_ms": quantiles(first),
@@ -149,7 +150,7 @@ class Ran:
         }
 
     def _by_draws(self, steps: Sequence[float]) -> dict[str, float]:
-        """The median of steps that drew so many tokens, with or without prompts beside them."""
+        """The median of steps that sampled so many tokens, with or without prompt tokens."""
         totals = [0, *(sum(mark.counts) for mark in self.marks)]
         spent: dict[int, list[float]] = {}
         for before, after, step_s in zip(totals, totals[1:], steps, strict=False):
@@ -159,7 +160,7 @@ class Ran:
 
     def _latencies(self) -> tuple[list[float], list[float]]:
         """Of every request until its first token, and of every other token since the one before."""
-        last, first, between = [0.0] * len(self.workload.asked), [], []
+        last, first, between = [0.0] * len(self.workload.requests), [], []
         before = [0] * len(last)
         for mark in self.marks:
             for i, (old, new) in enumerate(zip(before, mark.counts, strict=True)):
@@ -171,15 +172,15 @@ class Ran:
 
 
 def serve(engine: Engine, groups: Iterable[Workload]) -> Ran:
-    """All requests, one group after another. Refused if any of them fails."""
+    """All requests, one group after another. RowRefused if any of them fails."""
     groups = list(groups)
-    whole = Workload(tuple(asked for group in groups for asked in group.asked))
+    whole = Workload(tuple(request for group in groups for request in group.requests))
     marks: list[Mark] = []
     requests: list[Request] = []
     before, start = engine.stats(), time.perf_counter()
     for group in groups:
         requests += _add_all(engine, group)
-        _step(engine, requests, len(whole.asked), marks, start)
+        _step(engine, requests, len(whole.requests), marks, start)
     after = engine.stats()
     _check(requests, whole)
     host_s = marks[-1].at_s - (after.waited_s - before.waited_s)
@@ -199,18 +200,18 @@ def warm_up(engine: Engine, workload: Workload) -> None:
     vocab = engine.model.config.vocab_size
     other = [
         ([(token + 1) % vocab for token in prompt], min(count, WARM_UP_TOKENS))
-        for prompt, count in workload.asked
+        for prompt, count in workload.requests
     ]
     serve(engine, [Workload(tuple(other))])
 
 
 def _add_all(engine: Engine, workload: Workload) -> list[Request]:
     added = []
-    for prompt, count in workload.asked:
+    for prompt, count in workload.requests:
         params = SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count)
         answer = engine.add(prompt, params, stream=False)
         if not isinstance(answer, Request):
-            raise Refused(f"a request was refused: {answer.reason}")
+            raise RowRefused(f"a request was refused: {answer.reason}")
         added.append(answer)
     return added
 
@@ -230,10 +231,10 @@ def _step(
 
 
 def _check(requests: Sequence[Request], workload: Workload) -> None:
-    for request, (_, count) in zip(requests, workload.asked, strict=True):
+    for request, (_, count) in zip(requests, workload.requests, strict=True):
         got = len(request.samples[0].token_ids)
         if request.error or got != count:
-            raise Refused(f"{request.request_id}: {got} of {count} tokens; {request.error=}")
+            raise RowRefused(f"{request.request_id}: {got} of {count} tokens; {request.error=}")
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float]:

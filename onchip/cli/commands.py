@@ -26,7 +26,9 @@ USER_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command: 0 if all went well, 1 if a bar was missed, 2 (and a sentence) if misused."""
+    """Run a command. Exit status: 0 on success, 1 if a threshold is missed, 2 with a sentence on
+    misuse.
+    """
     args = _parser().parse_args(argv)
     try:
         return args.run(args) or 0
@@ -66,10 +68,10 @@ def _add_demo(commands) -> None:
 
 
 def _add_bench(commands) -> None:
-    p = commands.add_parser("bench", help="run a benchmark and hold it to its bars")
+    p = commands.add_parser("bench", help="run a benchmark and check its thresholds")
     p.add_argument("name", metavar="NAME", nargs="?", help="without a name: list the benchmarks")
     p.add_argument("--json", type=Path, metavar="FILE", help="write the rows as a results file")
-    p.add_argument("--quick", action="store_true", help="small sizes, no bars")
+    p.add_argument("--quick", action="store_true", help="small sizes, no thresholds")
     p.add_argument("--threads", type=_positive, default=2, help="CPU threads (default 2)")
     _add_list(p, "--seqlens", "N", "GPU: these alone")
     _add_list(p, "--head-dims", "D", "GPU: these alone")
@@ -178,7 +180,7 @@ def _add_serve(commands) -> None:
     p.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="one a line; or ONCHIP_API_KEYS"
     )
-    p.add_argument("--api-key", metavar="KEY", help="seen by all who list processes: better a file")
+    p.add_argument("--api-key", metavar="KEY", help="visible in the process list; prefer a file")
     p.add_argument("--device", help="default: cuda if there is one, else cpu")
     p.add_argument("--dtype", type=_dtype, default="auto", help=_MODEL_DTYPE)
     p.add_argument("--kv-dtype", choices=KV_DTYPES, help="cache of 8 bits (default: as --dtype)")
@@ -289,8 +291,9 @@ def _bench(args: argparse.Namespace) -> int:
     with _progress(console) as session.tell:
         module.run(session)
     _keep_results(args, console, session)
-    bars = (bar._replace(optional=bar.optional or bool(args.only)) for bar in module.BARS)
-    verdicts = [] if session.quick else harness.judge(session.rows, bars)
+    optional = bool(args.only)
+    thresholds = (t._replace(optional=t.optional or optional) for t in module.THRESHOLDS)
+    verdicts = [] if session.quick else harness.check_thresholds(session.rows, thresholds)
     harness.print_session(console, session, verdicts)
     return 0 if all(v.ok for v in verdicts) and not session.refused else 1
 
@@ -319,7 +322,7 @@ def _check_bench(args: argparse.Namespace, parts: Sequence[str]) -> None:
 
 
 def _session(args: argparse.Namespace, console):
-    """Rows are shown, and kept in the results file, as they come."""
+    """A session that prints each row and writes it to the results file at once."""
     from onchip.cli import bench
     from onchip.cli.bench import harness
 
@@ -394,7 +397,7 @@ def _explain(args: argparse.Namespace) -> int:
     dtype = getattr(torch, usual if args.dtype == "auto" else args.dtype)
 
     def tensor(*shape: int) -> torch.Tensor:
-        # One row seen through strides of zero: a question about any size costs nothing.
+        # One row expanded by strides of zero: a tensor of any size takes no memory.
         return torch.empty(shape[-1], dtype=dtype, device=device).expand(shape)
 
     seqlen_k, kv_heads = args.seqlen_k or args.seqlen, args.kv_heads or args.heads
@@ -415,7 +418,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _page_tables(batch: int, seqlen_k: int, page_size: int, shared: int) -> tuple[Any, Any]:
-    """(page_table, cache_seqlens) of sequences whose first `shared` keys are the same pages."""
+    """(page_table, cache_seqlens); sequences share the pages of their first `shared` keys."""
     import torch
 
     if not 0 <= shared <= seqlen_k:
@@ -455,7 +458,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _print_stream(outputs: Iterable[Any]) -> Any:
-    """The text as it grows; on a terminal without characters that would steer it."""
+    """Print the text as it grows, on a terminal without control characters."""
     shown, output = 0, None
     for output in outputs:
         new = output.outputs[0].text[shown:]
@@ -522,7 +525,7 @@ def _lab(args: argparse.Namespace) -> int:
 
 
 def _check_writable(path: Path) -> None:
-    """Fail before the minutes of work, not after."""
+    """Raise before the minutes of work, not after."""
     if path.is_dir() or not os.access(path.resolve().parent, os.W_OK):
         raise ValueError(
             f"cannot write {path}: it is a folder, or its folder is missing or not writable"
@@ -530,14 +533,15 @@ def _check_writable(path: Path) -> None:
 
 
 def _has_screen() -> bool:
-    """A browser opens in a window, never in the terminal."""
+    """Whether a browser can open in a window, not in the terminal."""
     shown = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY")
     return sys.stdout.isatty() and bool(shown or os.environ.get("WAYLAND_DISPLAY"))
 
 
 class _progress:
-    """Progress as a block; gives `tell(title, done)` with done in [0, 1]. On a terminal a bar,
-    elsewhere a line on stderr every PROGRESS_S: a log shows that the work goes on.
+    """Progress as a context manager. It returns `tell(title, done)` with done in [0, 1]. On a
+    terminal it draws a bar, elsewhere it prints a line to stderr every PROGRESS_S, so that a log
+    shows progress.
     """
 
     def __init__(self, console):
@@ -554,7 +558,7 @@ class _progress:
         self.bar = Progress(*columns, console=console, transient=True)
         self.task = self.bar.add_task("starting", total=1.0)
         self.is_shown = console.is_terminal
-        self.began_s = self.said_s = time.monotonic()
+        self.began_s = self.printed_s = time.monotonic()
 
     def __enter__(self):
         self.bar.start()
@@ -563,8 +567,8 @@ class _progress:
     def _tell(self, title: str, done: float) -> None:
         self.bar.update(self.task, description=title, completed=done)
         now = time.monotonic()
-        if not self.is_shown and now - self.said_s >= PROGRESS_S:
-            self.said_s = now
+        if not self.is_shown and now - self.printed_s >= PROGRESS_S:
+            self.printed_s = now
             line = f"onchip: {done:4.0%} after {now - self.began_s:.0f} s: {title}"
             print(line, file=sys.stderr, flush=True)
 

@@ -1,7 +1,7 @@
 """`onchip demo`: standard attention, torch SDPA and onchip side by side on this machine.
 
-Every answer is judged by fp64 before it is shown. Times are the least of a few runs that take
-turns, memory is what the system says a call held, and what would not fit is refused, with its size.
+Every result is checked against fp64 before it is shown. A time is the least of a few runs in turns.
+Memory is the system's figure for one call. A call that would not fit is refused, with its size.
 """
 
 import math
@@ -32,7 +32,7 @@ NUM_HEADS, HEAD_DIM = 4, 64
 MASKED_LENGTH, QUICK_MASKED_LENGTH = 8192, 2048
 CHECKED_ROWS = 128
 MEMORY_FRACTION, MEMORY_CAP_BYTES = 0.25, 4 << 30
-TIME_BUDGET_S, CALLS = 75.0, 4  # a method is called once to be judged and about three times timed
+TIME_BUDGET_S, CALLS = 75.0, 4  # a method: one checked call, about three timed ones
 
 Attend = Callable[..., Any]
 CAUSAL: dict[str, Attend] = {
@@ -83,7 +83,7 @@ class Results:
     elapsed_s: float = 0.0
 
 
-class Step(NamedTuple):
+class DemoStep(NamedTuple):
     """A piece of the demo: what the progress bar says, and what is done."""
 
     title: str
@@ -94,7 +94,7 @@ Tell = Callable[[str, float], None]
 
 
 def run(quick: bool = False, tell: Tell = lambda title, done: None) -> Results:
-    """The whole demo. tell(title, done) hears what is under way and which share of all is done."""
+    """Run the whole demo. tell(title, done) receives the current step and the completed share."""
     start = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -122,16 +122,16 @@ class Lab:
     deadline: float
     tell: Tell = lambda part, share: None
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[DemoStep]:
         warm = partial(self.measure, patterns.causal(64), 64, CAUSAL)  # what torch loads once
-        yield Step("warming up", warm)
+        yield DemoStep("warming up", warm)
         for n in QUICK_LENGTHS if self.quick else LENGTHS:
-            yield Step(f"causal attention over {n:,} tokens", partial(self.length, n))
+            yield DemoStep(f"causal attention over {n:,} tokens", partial(self.length, n))
         n = QUICK_MASKED_LENGTH if self.quick else MASKED_LENGTH
         for build in (patterns.window, partial(patterns.documents, device=self.device)):
             pattern = build(n)
-            yield Step(f"{pattern.name} over {n:,} tokens", partial(self.masked, pattern, n))
-        yield Step("keys cut in two, attended apart, merged", partial(self.merge, n // 2))
+            yield DemoStep(f"{pattern.name} over {n:,} tokens", partial(self.masked, pattern, n))
+        yield DemoStep("keys cut in two, attended apart, merged", partial(self.merge, n // 2))
 
     def length(self, n: int) -> None:
         if time.perf_counter() + self.expected_s(n) > self.deadline:

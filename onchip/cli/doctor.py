@@ -1,4 +1,6 @@
-"""What this machine can run, and why not the rest: found by looking and by asking, never typed."""
+"""The capabilities of this machine: versions, kernels with their refusals, memories. All of it is
+detected.
+"""
 
 import importlib.metadata
 import json
@@ -47,7 +49,7 @@ PRECISIONS = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
-# Calls whose first one compiles: (head_dim, options), each forward and backward.
+# Calls that compile on first use: (head_dim, options), each forward and backward.
 FIRST_CALLS = {
     "causal, head_dim 64": (64, {"causal": True}),
     "causal, head_dim 128": (128, {"causal": True}),
@@ -100,7 +102,7 @@ def model_finding(folder: str | Path) -> tuple[bool, Finding]:
 
 
 def ordinary(dtype: torch.dtype) -> Problem:
-    """The problem that the support table asks about: causal self-attention with heads of 64."""
+    """The problem of the support table: causal self-attention with head_dim 64."""
     q = torch.empty(1, 4096, 8, 64, dtype=dtype, device="meta")
     return describe(Tensors(q, q, q), Options(causal=True))
 
@@ -109,7 +111,7 @@ def support_table(
     devices: dict[str, DeviceInfo] | None = None,
     problem_of: Callable[[torch.dtype], Problem] = ordinary,
 ) -> list[Support]:
-    """Every kernel on every device, each precision asked for by name."""
+    """The precisions that every kernel supports on every device."""
     table = []
     for kernel in backend_names():
         for label, device in (devices or DEVICES).items():
@@ -121,7 +123,7 @@ def support_table(
 
 
 def reasons(table: list[Support]) -> list[str]:
-    """Every refusal as a sentence, those that are alike told once."""
+    """Every refusal as a sentence; devices with the same refusal share one sentence."""
     where: dict[tuple[str, str], list[str]] = {}
     for s in table:
         for precision, reason in s.refusals.items():
@@ -226,7 +228,7 @@ class FirstCall(NamedTuple):
 
 
 def first_calls() -> list[FirstCall]:
-    """Measured by another process with an empty cache; ValueError without a GPU."""
+    """LevelTiming by another process with an empty cache; ValueError without a GPU."""
     if not torch.cuda.is_available():
         raise ValueError("first calls compile on a GPU only, and torch finds none here")
     with tempfile.TemporaryDirectory() as folder:
@@ -254,16 +256,16 @@ def time_first_calls(device: torch.device) -> Iterator[FirstCall]:
 def _twice(
     kernel: str, head_dim: int, options: dict, way: str, device: torch.device
 ) -> tuple[float, float]:
-    asked = dict(options)
+    call_options = dict(options)
     shape = (1, 512, 4, head_dim)
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3))
-    q = q[:, : asked.pop("queries", 512)].contiguous()
+    q = q[:, : call_options.pop("queries", 512)].contiguous()
     leaves = [x.requires_grad_(way == "backward") for x in (q, k, v)]
-    out = onchip.attention(*leaves, kernel=kernel, **asked) if way == "backward" else None
+    out = onchip.attention(*leaves, kernel=kernel, **call_options) if way == "backward" else None
 
     def call() -> object:
         if out is None:
-            return onchip.attention(*leaves, kernel=kernel, **asked)
+            return onchip.attention(*leaves, kernel=kernel, **call_options)
         return torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
 
     return _seconds(call, device), _seconds(call, device)
@@ -278,12 +280,12 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def measure_levels(tell: Callable[[str, float], None]) -> dict[str, list[levels.Measured]]:
+def measure_levels(tell: Callable[[str, float], None]) -> dict[str, list[levels.LevelTiming]]:
     """The memories of every device here, by torch's names."""
     return {name: levels.measure(torch.device(name), tell) for name in here()}
 
 
-def print_levels(console, found: dict[str, list[levels.Measured]]) -> None:
+def print_levels(console, found: dict[str, list[levels.LevelTiming]]) -> None:
     """What was measured here, then what was published of devices elsewhere."""
     from rich.table import Table
 

@@ -221,7 +221,7 @@ def whole_decades(limits: tuple[float, float]) -> tuple[float, float]:
 
 
 def _draw_unseen(axes, points: list[Measurement]) -> None:
-    """Hollow points over those at the least that a call can hold."""
+    """Hollow points over the lower bounds of a call's memory."""
     unseen = [(m.seqlen, m.held_bytes) for m in points if m.is_below_resolution]
     if unseen:
         style = {"markersize": 9, "markerfacecolor": "none", "linestyle": ""}

@@ -1,11 +1,11 @@
-"""`onchip tune`: the tile tables of kernels/tiles.py, measured anew on this GPU.
+"""`onchip tune`: measure the tile tables of kernels/tiles.py on this GPU.
 
-Nothing is tuned while calls run. Here, every row of a table is searched: the rows that differ from
-it in one field (`--quick`) or in at most two are compiled, held to the accuracy rule (or, in 8
-bits, to their recipe) at odd lengths, then timed in turns by graph replay like the contenders of a
-benchmark. A row is worth replacing if another is faster by more than a per cent and by more than
-the noise. What to write into configs.py is printed. VARIED says which values of which field are
-tried.
+Calls never tune at run time. This command searches every row of a table: it compiles the rows that
+differ from it in one field (`--quick`) or in at most two, holds them to the accuracy rule (in 8
+bits, to their recipe) at odd lengths, and times them in turns by graph replay, like the candidates
+of a benchmark. A row is worth replacing if another is faster by more than one per cent and by more
+than the noise. The command prints the lines to write into tiles.py. VARIED lists the values that
+are tried for each field.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +63,7 @@ CURRENT = "current"
 
 
 class Table(NamedTuple):
-    """A table of configs.py, and the calls that its rows are for."""
+    """A table of tiles.py, and the calls that use its rows."""
 
     name: str
     kernel: str
@@ -73,7 +73,7 @@ class Table(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     options: tuple[tuple[str, Any], ...] = ()
     teams: bool = False  # the number of consumers may change
-    fields: tuple[str, ...] = ()  # those of VARIED that its kernel knows; (): all
+    fields: tuple[str, ...] = ()  # the fields of VARIED that its kernel has; (): all
 
     @property
     def precision(self) -> str | None:
@@ -81,8 +81,8 @@ class Table(NamedTuple):
 
 
 def _low_precision_table(name: str, precision: str) -> Table:
-    """Tiles of 8 bits are as wide as the blocks that share a scale, and consumers overlap one
-    another: fields of tiles and of orders inside a consumer mean nothing there.
+    """8-bit tiles are as wide as the blocks that share a scale, and consumers overlap one another:
+    fields of tiles and of the order inside a consumer have no effect.
     """
     fields = ("num_stages", "q_stages", "named_barriers", "dynamic")
     options = (("precision", precision),)
@@ -114,14 +114,14 @@ WAYS = {"dkdv": "backward", "dq": "backward", "forward": "forward", "decode": "d
 
 
 def tables(capability: tuple[int, int]) -> tuple[Table, ...]:
-    """Those whose rows a device of this capability uses."""
+    """The tables that a device of this capability uses."""
     hopper = HOPPER if capability == (9, 0) else ()
     sm80 = (Table("TRITON_SM80", "triton"),)
     return (*hopper, *(TRITON_WIDE if capability[0] in (9, 10) else sm80), *TRITON)
 
 
 class Knob(NamedTuple):
-    """One row of a table: what is searched for a better one."""
+    """One row of a table: the start of a search for a better row."""
 
     table: Table
     key: Any
@@ -181,8 +181,8 @@ def knobs(
 
 
 def candidates(knob: Knob, most: int) -> dict[str, Any]:
-    """The rows that differ from the present one in at most `most` fields, by what differs; the
-    present row comes first.
+    """The rows that differ from the current row in at most `most` fields, named by the difference;
+    the current row is first.
     """
     row = knob.row
     changes = [
@@ -203,7 +203,7 @@ def candidates(knob: Knob, most: int) -> dict[str, Any]:
 
 
 def _follows_the_call(name: str, value: Any) -> bool:
-    """A tile of 0 is not the table's to choose."""
+    """Whether the field is a tile of 0, which the call determines and not the table."""
     return name.startswith("tile") and value == 0
 
 
@@ -212,8 +212,8 @@ def _difference(change: dict[str, Any]) -> str:
 
 
 def _makes_sense(row: Any) -> bool:
-    """The backward's ring of queries runs ahead of that of dout, never behind; and where the output
-    leaves through the memory of the queries, the next ones cannot be there yet.
+    """The backward's pipeline of q must not have fewer stages than that of dout. If the output is
+    staged in the memory of q, a second q stage is not possible.
     """
     ahead = getattr(row, "q_stages", 0)
     return ahead >= getattr(row, "dout_stages", 0) and not (
@@ -223,8 +223,8 @@ def _makes_sense(row: Any) -> bool:
 
 @dataclass
 class Search:
-    """One knob, its candidates that proved right, and their speed beside the present row, cell by
-    cell. refused: why each other candidate is out.
+    """One knob, its accurate candidates, and their speed relative to the current row, by cell.
+    refused: the reason for each rejected candidate.
     """
 
     knob: Knob
@@ -239,17 +239,17 @@ class Search:
             yield f"{self.knob}: {case}", partial(self.time, session, case)
 
     def check(self, session: Session) -> list[Row]:
-        """Every candidate on odd lengths; the present row must be right, or nothing is searched."""
+        """Check every candidate on odd lengths; if the current row fails, nothing is searched."""
         for name, row in candidates(self.knob, self.most).items():
-            with self._tried(session, name, row):
-                self._judge(session.device)
+            with self._try_row(session, name, row):
+                self._check_accuracy(session.device)
                 self.right[name] = row
         return []
 
     @contextmanager
-    def _tried(self, session: Session, name: str, row: Any) -> Iterator[None]:
-        """A block in which `row` is the table's. One that fails is out, unless it is the present
-        row: that ends the step.
+    def _try_row(self, session: Session, name: str, row: Any) -> Iterator[None]:
+        """A block in which `row` replaces the table's. A row that fails is rejected; a failure of
+        the current row ends the step.
         """
         try:
             with tiles.trial(self.knob.table.name, self.knob.key, row):
@@ -261,9 +261,9 @@ class Search:
                 raise
             self.refused[name] = gpu.sentence(error)
 
-    def _judge(self, device: torch.device) -> None:
-        """Outliers too: a lazy maximum is right on ordinary numbers, and not where one key has
-        nearly all the weight.
+    def _check_accuracy(self, device: torch.device) -> None:
+        """Outliers included: a stale row maximum is accurate on normal inputs, but may not be when
+        one key has nearly all the weight.
         """
         lengths = (1, 1777) if self.knob.way == "decode" else (333, 555)
         lengths = tuple(min(n, self.knob.table.lengths[-1] - 3) for n in lengths)
@@ -281,41 +281,41 @@ class Search:
                 assert_accurate(attend, *qkv, grad=self.knob.way == "backward", **options)
 
     def time(self, session: Session, case: Case) -> list[Row]:
-        """All candidates in turns; one row each."""
+        """Time all candidates in turns; one row each."""
         if CURRENT not in self.right:
             return []
-        contender = calls(session, self.knob, case)
-        lanes, control = {}, None
+        call = calls(session, self.knob, case)
+        captures, control = {}, None
         for name, row in list(self.right.items()):
-            with self._tried(session, name, row):  # a graph keeps the row it is captured with
-                lanes[name] = gpu.open_lane(contender, case.backward)
-                control = control or gpu.open_lane(contender, case.backward)
+            with self._try_row(session, name, row):  # a graph keeps the row it is captured with
+                captures[name] = gpu.capture_calls(call, case.backward)
+                control = control or gpu.capture_calls(call, case.backward)
         rounds = gpu.QUICK_ROUNDS if session.quick else gpu.ROUNDS
-        race = gpu.race(lanes, control, rounds)
-        found = {name: race.against(name, CURRENT) for name in self.right}
+        timing = gpu.time_captures(captures, control, rounds)
+        found = {name: timing.against(name, CURRENT) for name in self.right}
         for name, ratio in found.items():
             self.ratios.setdefault(name, []).append(ratio)
-        return [self._row(case, name, race, ratio) for name, ratio in found.items()]
+        return [self._row(case, name, timing, ratio) for name, ratio in found.items()]
 
-    def _row(self, case: Case, name: str, race: gpu.Race, ratio: gpu.Paired) -> Row:
-        peers = {CURRENT: race.ms(CURRENT)}
+    def _row(self, case: Case, name: str, timing: gpu.Timing, ratio: gpu.Paired) -> Row:
+        peers = {CURRENT: timing.ms(CURRENT)}
         columns = {"peers": peers, "best_peer": CURRENT, "ratio": ratio.ratio}
-        row = case.row(self.knob.table.kernel, race.ms(name), "ms", **columns)
-        told = {"table": self.knob.table.name, "key": _shown(self.knob.key), "candidate": name}
-        off = abs(race.control - 1)
+        row = case.row(self.knob.table.kernel, timing.ms(name), "ms", **columns)
+        columns = {"table": self.knob.table.name, "key": _shown(self.knob.key), "candidate": name}
+        off = abs(timing.control - 1)
         doubts = [f"its A/A control is off by {off:.1%}"] if off > gpu.CONTROL_LIMIT else []
-        told |= {"config": self.right[name]._asdict(), "band": list(ratio[1:]), "doubts": doubts}
-        return row | told | {"control": race.control, "tries": race.tries}
+        columns |= {"config": self.right[name]._asdict(), "band": list(ratio[1:]), "doubts": doubts}
+        return row | columns | {"control": timing.control, "tries": timing.tries}
 
     def gains(self) -> dict[str, float]:
-        """Speed over the present row, the mean over the cells, the fastest first."""
+        """Mean speed relative to the current row over the cells, the fastest first."""
         timed = {name: ratios for name, ratios in self.ratios.items() if name in self.right}
         means = {name: geomean([r.ratio for r in ratios]) for name, ratios in timed.items()}
         return dict(sorted(means.items(), key=lambda item: -item[1]))
 
     @property
     def best(self) -> str:
-        """The fastest that beats the present row by GAIN and, on average, in nine of ten rounds."""
+        """The fastest that beats the current row by GAIN and, on average, in nine of ten rounds."""
         for name, gain in self.gains().items():
             if gain >= GAIN and geomean([r.low for r in self.ratios[name]]) > 1.0:
                 return name
@@ -332,8 +332,8 @@ def _assert_follows_recipe(attend: Callable, q, k, v, *, precision: str, causal:
         raise Inaccurate(f"its RMSE is {error:.2e}, and the recipe's allows {bound:.2e}")
 
 
-def calls(session: Session, knob: Knob, case: Case) -> gpu.Contender:
-    """The call that is timed, over sets of inputs that do not stay in the cache."""
+def calls(session: Session, knob: Knob, case: Case) -> gpu.GpuCandidate:
+    """The timed call, over sets of inputs that exceed the L2."""
     sets = gpu.draw_sets(case, session.device)
     options = dict(knob.table.options) | {"causal": case.mask == "causal"}
     if case.mask == "blocks":
@@ -342,7 +342,7 @@ def calls(session: Session, knob: Knob, case: Case) -> gpu.Contender:
         kv_heads = max(1, case.num_heads // 4)
         sets = [(q[:, -1:], k[:, :, :kv_heads], v[:, :, :kv_heads]) for q, k, v in sets]
     attend = partial(onchip.attention, kernel=knob.table.kernel, **options)
-    return gpu.Contender("onchip", attend, sets, lambda *_: {}, ours=True)
+    return gpu.GpuCandidate("onchip", attend, sets, lambda *_: {}, ours=True)
 
 
 def run(session: Session, choose: Callable[[tuple[int, int]], list[Knob]]) -> list[Search]:
@@ -358,7 +358,7 @@ def run(session: Session, choose: Callable[[tuple[int, int]], list[Knob]]) -> li
 
 
 def print_searches(console, searches: Sequence[Search], shown: int = 5) -> None:
-    """The fastest candidates of every knob, then what to write into configs.py."""
+    """The fastest candidates of every knob, then the lines to write into tiles.py."""
     from rich.table import Table as Grid
 
     grid = Grid("row", "candidate", "speed", "band")
@@ -375,9 +375,9 @@ def print_searches(console, searches: Sequence[Search], shown: int = 5) -> None:
 
 
 def lines(searches: Sequence[Search]) -> list[str]:
-    """Python that makes the winners the rows of configs.py, to be written into its tables."""
+    """Python that makes the winners the rows of tiles.py."""
     better = [s for s in searches if s.best != CURRENT]
     if not better:
-        return ["# every row of configs.py stands"]
-    told = lambda s: f"# {s.gains()[s.best]:.3f}x, {s.best}"
-    return [f"{s.knob} = {s.right[s.best]}  {told(s)}" for s in better]
+        return ["# every row of tiles.py is kept"]
+    comment = lambda s: f"# {s.gains()[s.best]:.3f}x, {s.best}"
+    return [f"{s.knob} = {s.right[s.best]}  {comment(s)}" for s in better]

@@ -31,7 +31,7 @@ def assemble(data: Mapping[str, Any], live: bool = False) -> str:
 
 
 def write(folder: Path, data: Mapping[str, Any]) -> Path:
-    """The page in a folder, which is made if it is missing; where it lies."""
+    """Write the page to a folder, which is created if missing, and return the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / NAME
     file.write_text(assemble(data), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the paper kernels did, tile by tile and byte by byte, and what that takes on devices."""
+"""The published kernels tile by tile and byte by byte, and the time of those bytes on devices."""
 
 import math
 from collections import Counter
@@ -121,8 +121,8 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 def loops() -> dict[str, Any]:
-    """v1 and v2 under each mask, after every tile: where it lies, bytes so far, and the state of
-    the watched rows in it; the scores of each tile, pooled, as digits.
+    """v1 and v2 under each mask: after every tile its position, the bytes so far, and the state of
+    the watched rows in it; the pooled scores of each tile, as digits.
     """
     x = inputs(SEQLEN, HEAD_DIM)
     runs = {name: {mask: _Run(name, mask, x) for mask in MASKS} for name in KERNELS}
@@ -169,8 +169,8 @@ class _Run:
         self.pooled[i * (SEQLEN // TILE) + j] = patches.flatten()
 
     def scores(self) -> list[str]:
-        """For each tile the largest score of each patch, as the sixteenth of all that it is in; a
-        dot where all are hidden, nothing where nobody was.
+        """For each tile the largest score of each patch, as its sixteenth of all scores; a dot if
+        the mask hides the whole patch, an empty string if the kernel skips the tile.
         """
         every = torch.cat(list(self.pooled.values()))
         edges = every[every > -torch.inf].quantile(torch.arange(1, 16) / 16)
@@ -201,10 +201,10 @@ CONTEXTS = tuple(2**n for n in range(8, 21))
 
 
 def lengths() -> dict[str, Any]:
-    """Per head: bytes moved, flops, exps and memory beside the inputs, by type, head_dim and
-    length; the rates of devices; TFLOP/s of our kernel where it was measured. Bytes are the least
-    of each algorithm, for a real chip has an L2 in which tiles are found again: S and P, written
-    and read, and every other tensor once.
+    """Per head: bytes moved, flops, exps and extra memory, by type, head_dim and length; the rates
+    of devices; TFLOP/s of our kernel where it was measured. Bytes are the least of each algorithm,
+    because a real chip has an L2 that keeps tiles: S and P, written and read, and every other
+    tensor once.
     """
     kinds = {"standard": "standard", "flash": "v2"}
     rates = {d: H200.kernel(False, False, d).tflops for d in HEAD_DIMS}

@@ -1,9 +1,9 @@
-"""A pool of few pages to play with: sequences of words that are added, continued, forked, searched
-by beams, rolled back and freed.
+"""A small page pool as a toy: sequences of words that are added, continued, forked, beam-searched,
+rolled back and freed.
 
-Pool and PrefixIndex are those of the key/value cache. In place of keys and values a slot holds its
-word, so that one sees what is shared, what is copied, and what a free page still remembers.
-site/pool.js is the same without Python; a test takes both through the same random operations.
+Pool and PrefixIndex are the classes of the key/value cache. A slot holds its word in place of keys
+and values, which shows the shared pages, the copied pages, and the contents that a free page keeps.
+site/pool.js is the same in JavaScript; a test runs both through the same random operations.
 """
 
 from collections import abc
@@ -20,18 +20,18 @@ DRAWN = (
     *("the", "river", "carries", "every", "page", "to", "its", "other", "bank", "and"),
     *("no", "one", "copies", "what", "they", "can", "share"),
 )
-STRIDE, COSTS = 5, (3, 8, 5, 13, 2, 7)  # of draws: any numbers that both twins know
+STRIDE, COSTS = 5, (3, 8, 5, 13, 2, 7)  # of draws: arbitrary numbers, the same in pool.js
 PROMPTS = (
     "the river bank is the place where we swim",
     "the river bank is the place where we fish",
     "every page has four slots and a number",
 )
-OPENING = (  # what a visitor finds
+OPENING = (  # the state of the page when it opens
     {"do": "add", "text": PROMPTS[0]},
     {"do": "fork", "name": "A"},
     {"do": "generate", "name": None},
 )
-STORY = (  # what "show me" goes through, from a blank pool
+STORY = (  # the operations of "show me", from a blank pool
     {"do": "reset"},
     *({"do": "add", "text": text} for text in PROMPTS[:2]),
     *({"do": "fork", "name": "A"}, {"do": "generate", "name": None}),
@@ -47,8 +47,8 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Sequence:
-    """A table, the ids of its words, the keys of the pages it published, a beam's cost so far."""
+class WordSequence:
+    """A page table, its word ids, the keys of its published pages, and its cost in a beam search."""
 
     name: str
     family: str
@@ -58,20 +58,20 @@ class Sequence:
     cost: int = 0
 
 
-class Refused(Exception):
-    """An operation that cannot be done now, in a sentence; it has changed nothing that is seen."""
+class OperationRefused(Exception):
+    """An operation that is not possible now. It has no visible effect; the message is a sentence."""
 
 
 class Playground:
-    """`do` takes an operation as JSON says it and answers in a sentence; `state` is what there is
-    to draw.
+    """`do` runs an operation given as JSON and returns a sentence; `state` returns the data to
+    draw.
     """
 
     def __init__(self, num_pages: int = NUM_PAGES, page_size: int = PAGE_SIZE):
         self.pool = Pool(num_pages, page_size)
         self.index = PrefixIndex(self.pool)
         self.memory = [[""] * page_size for _ in range(num_pages)]  # a word for each slot
-        self.sequences: dict[str, Sequence] = {}
+        self.sequences: dict[str, WordSequence] = {}
         self.ids: dict[str, int] = {}
         self.named = self.drawn = 0
         self.copies: list[Copy] = []  # of the last operation
@@ -86,7 +86,7 @@ class Playground:
         self.copies = []
         try:
             return {"ok": True, "say": getattr(self, f"_{name}")(operation)}
-        except Refused as refusal:
+        except OperationRefused as refusal:
             return {"ok": False, "say": str(refusal)}
 
     def state(self) -> dict[str, Any]:
@@ -107,24 +107,24 @@ class Playground:
             "copies": [list(copy) for copy in self.copies],
         }
 
-    def read(self, sequence: Sequence) -> list[str]:
+    def read(self, sequence: WordSequence) -> list[str]:
         """The words of a sequence, as its table leads to them."""
         slots = (divmod(i, self.pool.page_size) for i in range(sequence.table.length))
         return [self.memory[sequence.table[place]][slot] for place, slot in slots]
 
-    def words(self, sequence: Sequence) -> list[str]:
-        """The words of a sequence, as it was told them."""
+    def words(self, sequence: WordSequence) -> list[str]:
+        """The words of a sequence, from its token ids."""
         known = list(self.ids)
         return [known[token] for token in sequence.tokens]
 
-    def _row(self, s: Sequence) -> dict[str, Any]:
+    def _row(self, s: WordSequence) -> dict[str, Any]:
         pages = list(s.table.pages)
         return {"name": s.name, "family": s.family, "pages": pages, "words": self.words(s)}
 
     def _add(self, operation: Operation) -> str:
         words = _words(operation.get("text"))
         if len(self.ids) > MAX_VOCABULARY:
-            raise Refused(f"More than {MAX_VOCABULARY} words were used: start over.")
+            raise OperationRefused(f"More than {MAX_VOCABULARY} words were used: start over.")
         self._check_seats(1)
         tokens = [self._id(word) for word in words]
         root = self.index.root()
@@ -137,10 +137,10 @@ class Playground:
             self.pool.free(table)
             self.copies = []
         name = self._name()
-        sequence = Sequence(name, name, table, tokens, Chain(root, hit.keys))
+        sequence = WordSequence(name, name, table, tokens, Chain(root, hit.keys))
         self._wrote([sequence], [found], _roomy(grown))
         self.sequences[name] = sequence
-        return _found(name, len(tokens), len(hit.pages), copied)
+        return _describe_hit(name, len(tokens), len(hit.pages), copied)
 
     def _copy_partial_page(self, table: PageTable, source: int | None, count: int) -> int:
         """Words that come by copying the start of a page; none if there is no page to copy to."""
@@ -154,7 +154,7 @@ class Playground:
         name = operation.get("name")
         chosen = list(self.sequences.values()) if name is None else [self._known(name)]
         if not chosen:
-            raise Refused("There is no sequence yet: add one.")
+            raise OperationRefused("There is no sequence yet: add one.")
         self._grow(chosen, range(self.drawn, self.drawn + len(chosen)))
         self.drawn += len(chosen)
         return f"{_names(chosen)} drew a word.{_copied(self.copies)}"
@@ -167,19 +167,20 @@ class Playground:
         return f"{child.name} is {parent.name} once more: {held}, none of them new."
 
     def _beam(self, operation: Operation) -> str:
-        """A step of beam search over the family of a sequence: all propose words, the cheapest
-        BEAM_WIDTH go on, by a fork where one has several of them; who has none is freed.
+        """One step of beam search over all sequences with the same root. Every beam proposes words
+        and the cheapest BEAM_WIDTH proposals survive. A beam with several survivors is forked, a
+        beam without any is freed.
         """
         family = self._known(operation.get("name")).family
         beams = [s for s in self.sequences.values() if s.family == family]
         winners, drawn = self._winners(beams)
         self._check_seats(len(winners) - len({parent.name for _, _, parent in winners}))
-        runners: list[Sequence] = []
+        runners: list[WordSequence] = []
         for _, _, parent in winners:
             runners.append(self._child(parent) if parent in runners else parent)
         try:
             self._grow(runners, [draw for _, draw, _ in winners])
-        except Refused:
+        except OperationRefused:
             self._drop([s for s in runners if s not in beams])
             raise
         for runner, (cost, _, _) in zip(runners, winners, strict=True):
@@ -190,8 +191,10 @@ class Playground:
         gone = f" {_names(losers)} lost." if losers else ""
         return f"The beam goes on as {_names(runners)}.{gone}{_copied(self.copies)}"
 
-    def _winners(self, beams: list[Sequence]) -> tuple[list[tuple[int, int, Sequence]], int]:
-        """(cost, draw, who proposed it) of the cheapest proposals, and how many were drawn."""
+    def _winners(
+        self, beams: list[WordSequence]
+    ) -> tuple[list[tuple[int, int, WordSequence]], int]:
+        """(cost, draw, parent) of the cheapest proposals, and the number of draws."""
         each = BEAM_WIDTH if len(beams) == 1 else PROPOSALS
         proposed = []
         for beam in beams:
@@ -222,17 +225,19 @@ class Playground:
         self.__init__(self.pool.num_pages, self.pool.page_size)
         return f"All {self.pool.capacity} pages are blank."
 
-    def _grow(self, sequences: list[Sequence], draws: abc.Iterable[int]) -> None:
+    def _grow(self, sequences: list[WordSequence], draws: abc.Iterable[int]) -> None:
         """One more word for each, all or none."""
         if longest := next((s for s in sequences if s.table.length >= MAX_WORDS), None):
-            raise Refused(f"{longest.name} has {MAX_WORDS} words: sequences end there, here.")
+            raise OperationRefused(
+                f"{longest.name} has {MAX_WORDS} words: sequences end there, here."
+            )
         starts = [s.table.length for s in sequences]
         copies = _roomy(self.pool.extend_all([s.table for s in sequences], [1] * len(sequences)))
         for sequence, draw in zip(sequences, draws, strict=True):
             sequence.tokens.append(self._id(DRAWN[draw * STRIDE % len(DRAWN)]))
         self._wrote(sequences, starts, copies)
 
-    def _wrote(self, sequences: list[Sequence], starts: list[int], copies: list[Copy]) -> None:
+    def _wrote(self, sequences: list[WordSequence], starts: list[int], copies: list[Copy]) -> None:
         """Copy pages, write the words from `starts` on, let others find them."""
         size = self.pool.page_size
         self._copy(copies)
@@ -248,26 +253,26 @@ class Playground:
             self.memory[destination] = self.memory[source].copy()
         self.copies += copies
 
-    def _child(self, parent: Sequence) -> Sequence:
+    def _child(self, parent: WordSequence) -> WordSequence:
         name, table = self._name(), self.pool.fork(parent.table)
         tokens, chain = parent.tokens.copy(), parent.chain.fork()
-        self.sequences[name] = Sequence(name, parent.family, table, tokens, chain, parent.cost)
+        self.sequences[name] = WordSequence(name, parent.family, table, tokens, chain, parent.cost)
         return self.sequences[name]
 
-    def _drop(self, sequences: list[Sequence]) -> None:
+    def _drop(self, sequences: list[WordSequence]) -> None:
         for s in sequences:
             self.index.publish(s.table, s.tokens, s.table.length, s.chain, final=True)
             self.pool.free(s.table)
             del self.sequences[s.name]
 
-    def _known(self, name: object) -> Sequence:
+    def _known(self, name: object) -> WordSequence:
         if name not in self.sequences:
-            raise Refused(f"There is no sequence {name}.")
+            raise OperationRefused(f"There is no sequence {name}.")
         return self.sequences[str(name)]
 
     def _check_seats(self, count: int) -> None:
         if len(self.sequences) + count > MAX_SEQUENCES:
-            raise Refused(f"{MAX_SEQUENCES} sequences are enough: free one.")
+            raise OperationRefused(f"{MAX_SEQUENCES} sequences are enough: free one.")
 
     def _name(self) -> str:
         self.named += 1
@@ -283,24 +288,24 @@ def _words(text: object) -> list[str]:
         raise ValueError(f"{text=} must be words")
     words = text.split()
     if not words:
-        raise Refused("Type some words first.")
+        raise OperationRefused("Type some words first.")
     if len(words) > MAX_WORDS or max(map(len, words)) > MAX_LETTERS:
-        raise Refused(f"At most {MAX_WORDS} words of {MAX_LETTERS} letters, please.")
+        raise OperationRefused(f"At most {MAX_WORDS} words of {MAX_LETTERS} letters, please.")
     return words
 
 
 def _roomy(answer: T | NoRoom) -> T:
     if isinstance(answer, NoRoom):
-        raise Refused(
+        raise OperationRefused(
             f"That needs {_count(answer.needed, 'page')} and {answer.free} are free: free a"
             " sequence, or take words back."
         )
     return answer
 
 
-def _found(name: str, asked: int, shared: int, copied: int) -> str:
+def _describe_hit(name: str, num_words: int, shared: int, copied: int) -> str:
     if not shared and not copied:
-        return f"{name} has {_count(asked, 'word')}, all of them new."
+        return f"{name} has {_count(num_words, 'word')}, all of them new."
     parts = [_count(shared, "page") + " shared"] if shared else []
     parts += [_count(copied, "word") + " copied"] if copied else []
     return f"{name} was here before in part: {', '.join(parts)}. Only the rest is computed."
@@ -311,7 +316,7 @@ def _copied(copies: list[Copy]) -> str:
     return f" {pages}" if pages else ""
 
 
-def _names(sequences: list[Sequence]) -> str:
+def _names(sequences: list[WordSequence]) -> str:
     return ", ".join(s.name for s in sequences)
 
 

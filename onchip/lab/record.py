@@ -25,9 +25,9 @@ FIGURES = ("bytes", "algebra", "tiles", "length", "pages", "ring", "rows")
 
 
 def everything(model: str | Path = builtin.NAME) -> dict[str, Any]:
-    """The data of all figures, and which version recorded them; model: whose rows are shown, the
-    built-in one or a folder. In one thread: calls are so small
-    that several would only wait for one another.
+    """The data of all figures, and the version that recorded them. model: the source of the
+    attention rows, the built-in model or a folder. Runs in one thread: the calls are so small that
+    several threads would only wait for one another.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -128,8 +128,8 @@ class Watched:
 
 @torch.no_grad()
 def rows(sentence: str = SENTENCE, model: str | Path = builtin.NAME) -> dict[str, Any]:
-    """What a model's rows look at: weights[layer][head][word] are those of the last
-    token of a word over all tokens; owners[token] is the word that a token belongs to.
+    """The attention of a model's last tokens: weights[layer][head][word] are the weights of the
+    last token of a word over all tokens; owners[token] is the word of a token.
     """
     tokenizer, decoder = _speaker(model)
     tokens = tokenizer.encode(sentence)

@@ -22,7 +22,7 @@ MAX_BODY_BYTES = 4096
 MAX_CONNECTIONS = 32
 MAX_REQUEST_BYTES = 64 << 10  # head and body
 REQUEST_S = 10.0  # for a whole request, and for its answer
-EVICT_S = 1.0  # for a connection that makes room
+EVICT_S = 1.0  # to close an evicted connection
 
 
 class LabServer(ThreadingHTTPServer):
@@ -139,8 +139,8 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
 
     def _is_addressed(self) -> bool:
-        """By its number or as localhost, and by no other site: a name that leads here may be
-        anybody's.
+        """Accept a Host header with the address or localhost only. Any other name could be a
+        foreign site's that resolves to this address.
         """
         named, origin = self.headers.get("Host", ""), self.headers.get("Origin")
         if _is_number(named) and origin in (None, f"http://{named}"):
@@ -179,7 +179,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Who plays is not noted."""
+        """Requests are not logged."""
 
 
 def _is_number(named: str) -> bool:

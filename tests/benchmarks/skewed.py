@@ -16,5 +16,5 @@ class _Skewed(torch.autograd.Function):
 
 
 def skewed(x: Tensor, factor: float) -> Tensor:
-    """x, whose gradient comes back times factor."""
+    """x, with a gradient that is multiplied by factor."""
     return _Skewed.apply(x, factor)

@@ -1,5 +1,5 @@
-"""Errors against fp64: the families are what they say, the measures count right, every bar that was
-promised is judged.
+"""Errors against fp64: the families have their stated properties, the measures are right, and every
+threshold is checked.
 """
 
 import json
@@ -18,9 +18,9 @@ import torch
 import onchip.testing as ot
 from benchmarks import (
     accuracy,
-    accuracy_bars,
     accuracy_kernels,
     accuracy_report,
+    accuracy_thresholds,
     exponentials,
     ring_ranks,
 )
@@ -39,7 +39,7 @@ from benchmarks.accuracy_cases import (
     ulps,
 )
 from benchmarks.accuracy_kernels import LABELS, Kernel, Unserved, kernels, low_precision_kernels
-from onchip.cli.bench.harness import Session, judge
+from onchip.cli.bench.harness import Session, check_thresholds
 from onchip.quant.recipes import RECIPES
 
 ROOT = Path(__file__).parents[2]
@@ -155,7 +155,7 @@ class TestExponentials:
             assert all(distance <= abs(Fraction(float(end)) - exact) for end in ends)
 
     def test_fma_sees_what_lies_beside_a_tie(self):
-        """(1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 lies halfway; 2^-80 decides, which fp64 cannot hold."""
+        """(1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 is halfway; 2^-80 decides, which fp64 cannot hold."""
         a = torch.full((3,), 1 + 2.0**-12)
         beside = torch.tensor([2.0**-80, -(2.0**-80), 0.0])
         low, high = 1 + 2**-11, 1 + 2**-11 + 2**-23
@@ -247,9 +247,9 @@ class TestKernels:
 
     def test_a_failure_is_told_and_costs_no_other_kernel_its_row(self):
         broken = Kernel("broken", "peer", lambda q, k, v: torch.randn(2, 3) @ torch.randn(2, 3))
-        question = accuracy.Question("forward", FAMILIES["N(0,1)"], SMALL, BF16)
+        cell = accuracy.AccuracyCell("forward", FAMILIES["N(0,1)"], SMALL, BF16)
         session, unfused = Session(), Kernel("unfused", "peer", ot.unfused)
-        rows = accuracy.served(session, question.rows, [broken, unfused])
+        rows = accuracy.served(session, cell.rows, [broken, unfused])
         assert [row["kernel"] for row in rows] == ["unfused"]
         assert len(session.refused) == 1 and session.refused[0].startswith("broken: RuntimeError")
 
@@ -285,10 +285,10 @@ class TestRows:
 
     def test_rows_are_measured(self, quick):
         """One of them, computed again by other means."""
-        question = accuracy.Question("forward", FAMILIES["N(0,1)"], accuracy.QUICK, BF16)
-        row = next(r for r in quick.rows if accuracy_bars.select(
+        cell = accuracy.AccuracyCell("forward", FAMILIES["N(0,1)"], accuracy.QUICK, BF16)
+        row = next(r for r in quick.rows if accuracy_thresholds.select(
             "forward", family="N(0,1)", dtype="bfloat16", kernel="unfused")(r))  # fmt: skip
-        out, exact = ot.unfused(*question.inputs[:3]), ot.oracle(*question.inputs[:3]).out
+        out, exact = ot.unfused(*cell.inputs[:3]), ot.oracle(*cell.inputs[:3]).out
         assert row["value"] == pytest.approx(float((out.double() - exact).square().mean().sqrt()))
         assert row["peers"]["unfused"] == row["value"] and row["drawn_rmse"] > row["value"] / 2
 
@@ -319,53 +319,54 @@ class TestRows:
             accuracy.run(Session(seqlens=(1,)))
 
 
-class TestBars:
-    """What was promised is judged, and by what the rows say."""
+class TestThresholds:
+    """The thresholds are checked against the rows."""
 
     SINK = "P in e4m3, all else exact: relative RMSE with a sink"
 
-    def bar(self, name):
-        return next(bar for bar in accuracy_bars.BARS if bar.name == name)
+    def threshold(self, name):
+        return next(t for t in accuracy_thresholds.THRESHOLDS if t.name == name)
 
-    def test_every_promise_has_a_bar(self):
-        asked = {bar.name: bar.at_most for bar in accuracy_bars.BARS}
-        assert asked["fp8: RMSE on outliers"] == 9.1e-3
-        assert asked["int8: RMSE on outliers"] == 5.5e-3
-        assert asked["int8_pv16: RMSE on outliers"] == 2e-3
-        assert asked["fp8: RMSE on outliers over FA3's FP8"] == 0.6
-        assert asked["RMSE of the ring in bf16, against one call"] == ring_ranks.ROUNDED
-        assert asked["precise_delta: dq of ties, relative error"] == 4e-3
-        assert asked[self.SINK] == 3.0
-        assert "fp8 cache: perplexity changes by" in asked
+    def test_every_promise_has_a_threshold(self):
+        limits = {threshold.name: threshold.at_most for threshold in accuracy_thresholds.THRESHOLDS}
+        assert limits["fp8: RMSE on outliers"] == 9.1e-3
+        assert limits["int8: RMSE on outliers"] == 5.5e-3
+        assert limits["int8_pv16: RMSE on outliers"] == 2e-3
+        assert limits["fp8: RMSE on outliers over FA3's FP8"] == 0.6
+        assert limits["RMSE of the ring in bf16, against one call"] == ring_ranks.ROUNDED
+        assert limits["precise_delta: dq of ties, relative error"] == 4e-3
+        assert limits[self.SINK] == 3.0
+        assert "fp8 cache: perplexity changes by" in limits
         for recipe in ("fp8", "int8", "int8_pv16"):
-            assert asked[f"{recipe}: relative RMSE with a sink"] == 3.0
+            assert limits[f"{recipe}: relative RMSE with a sink"] == 3.0
             for what in ("RMSE", "error of lse"):
-                assert asked[f"{recipe}: {what} with channel bias over without"] == 1.1
+                assert limits[f"{recipe}: {what} with channel bias over without"] == 1.1
 
     def test_a_kernel_that_is_measured_counts_before_its_emulation(self):
         row = {"bench": "forward", "family": "outliers", "dtype": "float8_e4m3fn", "unit": "RMSE"}
         rmse = {"onchip fp8": 1.0, "FA3 FP8": 2.0}
         rows = [row | {"kernel": name, "drawn_rmse": x} for name, x in rmse.items()]
-        bar = self.bar("fp8: RMSE on outliers over FA3's FP8")
-        assert judge(rows, [bar])[0].measured == 0.5
+        threshold = self.threshold("fp8: RMSE on outliers over FA3's FP8")
+        assert check_thresholds(rows, [threshold])[0].measured == 0.5
         rows.append(row | {"kernel": "FA3 FP8, GPU", "drawn_rmse": 4.0})
         rows.append(row | {"kernel": "hopper fp8", "drawn_rmse": 3.0})
-        assert judge(rows, [bar])[0].measured == 0.75
+        assert check_thresholds(rows, [threshold])[0].measured == 0.75
 
-    def test_the_worst_kernel_of_a_recipe_is_judged(self):
+    def test_the_worst_kernel_of_a_recipe_is_checked(self):
         row = {"bench": "forward", "value": 1.0, "unit": "RMSE", "family": "N(0,1)"}
         row["kernel"] = "onchip int8"
         biased = row | {"family": "channel bias"}
         rows = [row, biased, row | {"kernel": "hopper int8"}]
         rows.append(biased | {"kernel": "hopper int8", "value": 1.2})
-        verdict = judge(rows, [self.bar("int8: RMSE with channel bias over without")])[0]
+        threshold = self.threshold("int8: RMSE with channel bias over without")
+        verdict = check_thresholds(rows, [threshold])[0]
         assert verdict.measured == 1.2 and not verdict.ok
 
     def test_a_row_that_misses_is_missed(self, quick):
-        bar = self.bar(self.SINK)
-        assert judge(quick.rows, [bar])[0].ok
+        threshold = self.threshold(self.SINK)
+        assert check_thresholds(quick.rows, [threshold])[0].ok
         rows = [r | {"relative": 0.031} if r["bench"] == "sink" else r for r in quick.rows]
-        assert not judge(rows, [bar])[0].ok
+        assert not check_thresholds(rows, [threshold])[0].ok
 
 
 class TestCommitted:
@@ -374,9 +375,9 @@ class TestCommitted:
     # e4m3 itself is further off than 3 %
     MISSED = ("fp8: relative RMSE with a sink", "int8: relative RMSE with a sink")
 
-    def test_bars(self, committed):
-        verdicts = judge(committed, accuracy_bars.BARS)
-        assert tuple(v.bar.name for v in verdicts if not v.ok) == self.MISSED
+    def test_thresholds(self, committed):
+        verdicts = check_thresholds(committed, accuracy_thresholds.THRESHOLDS)
+        assert tuple(v.threshold.name for v in verdicts if not v.ok) == self.MISSED
         assert all(v.measured is not None for v in verdicts)
 
     def test_every_kernel_type_and_family_of_now_is_there(self, committed, quick):

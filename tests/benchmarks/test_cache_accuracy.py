@@ -8,8 +8,8 @@ import torch
 from benchmarks import cache_accuracy
 from onchip.models import builtin
 
-# Stated in docs/paged.md, for 8 chapters of 1,024 bytes; these read 2 of 300. RMSE of the logits,
-# whose own RMS is 8, and the change of the perplexity.
+# Stated in docs/paged.md, for 8 chapters of 1,024 bytes; these read 2 of 300. RMSE of the logits
+# (their RMS is 8), and the change of the perplexity.
 BOUNDS = {"bf16": (0.02, 0.001), "fp8": (0.2, 0.01), "int8": (0.05, 0.002)}
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import counters
-from benchmarks.counters import Call, Counted
+from benchmarks.counters import CountedCall, KernelBytes
 
 TABLE = """==PROF== Connected to process 4711 (/usr/bin/python3.12)
 ==PROF== Profiling "forward_kernel" - 0: 0%....50%....100% - 1 pass
@@ -30,8 +30,8 @@ TABLE = """==PROF== Connected to process 4711 (/usr/bin/python3.12)
 def test_kernels_are_read_from_the_table():
     found = counters.parse(TABLE.splitlines())
     assert found == [
-        Counted("spin_kernel", 1024.0, 0.0),
-        Counted("forward_kernel", 201.5e6, 67108864.0),
+        KernelBytes("spin_kernel", 1024.0, 0.0),
+        KernelBytes("forward_kernel", 201.5e6, 67108864.0),
     ]
     assert found[1].hbm_bytes == 201.5e6 + 67108864
 
@@ -42,29 +42,29 @@ def test_a_table_without_kernels_is_no_traffic_of_zero():
 
 
 def test_the_profiler_is_told_to_leave_clocks_and_caches_alone(monkeypatch):
-    told = []
+    commands = []
     done = SimpleNamespace(returncode=0, stdout=TABLE, stderr="")
     monkeypatch.setattr(counters.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: told.append(command) or done)
-    (found,) = counters.count((Call(2, 4096, 16, 128, causal=True),))
-    command = " ".join(told[0])
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command) or done)
+    (found,) = counters.count((CountedCall(2, 4096, 16, 128, causal=True),))
+    command = " ".join(commands[0])
     assert len(found) == 1 and command.startswith("/usr/bin/ncu --clock-control none")
     assert "--metrics dram__bytes_read.sum,dram__bytes_write.sum" in command
     assert command.endswith("-m benchmarks.counters [[2, 4096, 16, 128, true, false]]")
     with pytest.raises(ValueError, match="ncu saw 1 of 2 calls"):
-        counters.count((Call(1, 64, 1, 64), Call(1, 64, 1, 64)))
+        counters.count((CountedCall(1, 64, 1, 64), CountedCall(1, 64, 1, 64)))
 
 
 def test_marks_part_the_kernels_of_calls():
     names = ["fill", "spin_kernel(long)", "prepare", "backward", "at::cuda::spin_kernel", "forward"]
-    found = counters.by_call(Counted(name) for name in names)
+    found = counters.by_call(KernelBytes(name) for name in names)
     assert [[k.kernel for k in call] for call in found] == [["prepare", "backward"], ["forward"]]
 
 
 def test_without_a_profiler_the_reason_is_told(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
     with pytest.raises(ValueError, match="ncu"):
-        counters.count((Call(1, 64, 1, 64),))
+        counters.count((CountedCall(1, 64, 1, 64),))
 
 
 def test_what_fails_says_so(monkeypatch):
@@ -72,7 +72,7 @@ def test_what_fails_says_so(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda name: name)
     monkeypatch.setattr(subprocess, "run", lambda command, **_: failed)
     with pytest.raises(ValueError, match="no permission"):
-        counters.count((Call(1, 65, 1, 64),))
+        counters.count((CountedCall(1, 65, 1, 64),))
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -80,7 +80,7 @@ def test_the_watched_call_runs_twice(monkeypatch, backward):
     calls, attention = [], counters.onchip.attention
     record = lambda *args, **options: calls.append(options) or attention(*args, **options)
     monkeypatch.setattr(counters.onchip, "attention", record)
-    counters.run(Call(1, 63, 2, 32, causal=True, backward=backward), torch.device("cpu"))
+    counters.run(CountedCall(1, 63, 2, 32, causal=True, backward=backward), torch.device("cpu"))
     assert calls == [{"causal": True}] * 2
 
 
@@ -90,7 +90,7 @@ def test_the_watched_call_runs_twice(monkeypatch, backward):
 def test_a_forward_moves_each_tensor_once():
     from onchip.cost import make_problem
 
-    call = Call(4, 4096, 16, 128)
+    call = CountedCall(4, 4096, 16, 128)
     problem = make_problem(4096, batch=4, num_heads=16, head_dim=128, dtype=torch.bfloat16)
     found = sum(kernel.hbm_bytes for kernel in counters.count((call,))[0])
     assert found == pytest.approx(problem.min_bytes, rel=0.05)

@@ -29,16 +29,16 @@ def tiny(monkeypatch, all_dtypes):
     torch.set_num_threads(threads)
 
 
-def test_every_bar_has_its_rows(tiny, tmp_path, capsys):
+def test_every_threshold_has_its_rows(tiny, tmp_path, capsys):
     path = tmp_path / "cpu.json"
     code = main(["bench", "cpu", "--json", str(path), "--threads", "1"])
     rows = json.loads(path.read_text())["rows"]
-    verdicts = harness.judge(rows, cpu.BARS)
+    verdicts = harness.check_thresholds(rows, cpu.THRESHOLDS)
     assert all(v.measured is not None for v in verdicts)
     assert code == (0 if all(v.ok for v in verdicts) else 1)
     out = capsys.readouterr().out
     assert "refused" not in out
-    assert all(bar.name in out for bar in cpu.BARS)
+    assert all(threshold.name in out for threshold in cpu.THRESHOLDS)
 
 
 def test_the_grid_is_the_one_that_was_promised(all_dtypes):
@@ -55,7 +55,7 @@ def test_padding_puts_every_token_in_its_place():
     assert padded[~real].eq(0).all()
 
 
-def test_packed_rows_are_judged_too(monkeypatch):
+def test_packed_rows_are_checked_too(monkeypatch):
     case = Case("packed", "none", torch.float32, 16, 60, 3, num_heads=2)
     monkeypatch.setattr(cpu.onchip, "varlen_attention", lambda q, k, v, **options: q * 0)
     session = Session(quick=True)

@@ -1,4 +1,4 @@
-"""The protocol of the GPU benchmarks, judged without a GPU: captures and clocks are stand-ins."""
+"""The protocol of the GPU benchmarks, tested without a GPU: captures and clocks are stand-ins."""
 
 import itertools
 import json
@@ -15,8 +15,15 @@ from benchmarks import ablation, host, masks, peak, short
 from benchmarks import versions as versions_bench
 from onchip.cli import main
 from onchip.cli.bench import backward, forward, gpu, harness, paged, patterns, peers
-from onchip.cli.bench.gpu import Claim, Contender, Lane, OutputJudge, paired, race
-from onchip.cli.bench.harness import Bar, Case, Inaccurate, Session, judge, worst_cell
+from onchip.cli.bench.gpu import Capture, GpuCandidate, OutputCheck, RowSpec, paired, time_captures
+from onchip.cli.bench.harness import (
+    Case,
+    Inaccurate,
+    Session,
+    Threshold,
+    check_thresholds,
+    worst_cell,
+)
 from tests.benchmarks.skewed import skewed
 
 CPU = torch.device("cpu")
@@ -31,11 +38,11 @@ MODULES = {
 }
 MODULES |= {"versions": versions_bench, "ablation": ablation}
 CASE = Case("forward", "causal", torch.bfloat16, 16, 111, 2, 2)
-lane = lambda ms: Lane(lambda: None, 1, ms)
+capture = lambda ms: Capture(lambda: None, 1, ms)
 
 
-def steady(lanes):
-    return [x.ms for x in lanes]
+def steady(captures):
+    return [x.ms for x in captures]
 
 
 @pytest.fixture
@@ -43,13 +50,13 @@ def stand_ins(monkeypatch):
     """A capture runs its jobs once and takes as long as its name says; two sets of inputs."""
     took = {"onchip": 1.0, "fa3": 1.1, "cudnn": 1.2}
 
-    def open_lane(contender, backward):
-        for job in contender.jobs(backward):
+    def capture_calls(candidate, backward):
+        for job in candidate.jobs(backward):
             job()
-        return lane(took.get(contender.name, 2.0))
+        return capture(took.get(candidate.name, 2.0))
 
     monkeypatch.setattr(gpu, "HIDDEN", 128)  # few heads: CPUs without bf16 take minutes for 128
-    monkeypatch.setattr(gpu, "open_lane", open_lane)
+    monkeypatch.setattr(gpu, "capture_calls", capture_calls)
     monkeypatch.setattr(gpu, "replay_in_order", steady)
     monkeypatch.setattr(gpu, "still_there", lambda device: None)
     draw = lambda case, device: [gpu.draw(case, device, seed=i) for i in range(2)]
@@ -67,8 +74,12 @@ def test_a_band_holds_the_middle_of_the_paired_ratios():
 
 def test_every_round_has_all_and_the_first_is_dropped():
     seen = []
-    sample = lambda lanes: seen.extend(x.ms for x in lanes) or [float(i) for i in range(len(lanes))]
-    times = gpu.alternate([("a", lane(1)), ("b", lane(2)), ("c", lane(3))], 2, sample)
+
+    def sample(captures):
+        seen.extend(x.ms for x in captures)
+        return [float(i) for i in range(len(captures))]
+
+    times = gpu.alternate([("a", capture(1)), ("b", capture(2)), ("c", capture(3))], 2, sample)
     rounds = [seen[i : i + 3] for i in range(0, 9, 3)]
     assert all(sorted(each) == [1, 2, 3] for each in rounds) and len(seen) == 9
     places = {
@@ -91,12 +102,12 @@ def test_each_comes_after_every_other_equally_often(num):
 def test_a_control_off_by_more_than_its_limit_repeats_the_cell():
     tries = itertools.count(1)
 
-    def sample(lanes):
+    def sample(captures):
         skew = {1: 1.03, 2: 0.98, 3: 1.01}[next(tries)]
-        return [x.ms * (skew if x.calls == 7 else 1.0) for x in lanes]
+        return [x.ms * (skew if x.calls == 7 else 1.0) for x in captures]
 
-    control = Lane(lambda: None, 7, 1.0)
-    result = race({"onchip": lane(1.0), "peer": lane(2.0)}, control, 30, sample)
+    control = Capture(lambda: None, 7, 1.0)
+    result = time_captures({"onchip": capture(1.0), "peer": capture(2.0)}, control, 30, sample)
     assert (result.tries, result.control) == (3, pytest.approx(1.01))
     assert result.against("onchip", "peer").ratio == 2.0
     assert list(result.times) == ["onchip", "peer"] and len(result.times["peer"]) == 30
@@ -105,22 +116,22 @@ def test_a_control_off_by_more_than_its_limit_repeats_the_cell():
 def test_after_three_tries_the_best_control_counts():
     skews = iter([1.04, 1.02, 1.03])
 
-    def sample(lanes):
+    def sample(captures):
         skew = next(skews)
-        return [x.ms * (skew if x.calls == 7 else 1.0) for x in lanes]
+        return [x.ms * (skew if x.calls == 7 else 1.0) for x in captures]
 
-    result = race({"onchip": lane(1.0)}, Lane(lambda: None, 7, 1.0), 30, sample)
+    result = time_captures({"onchip": capture(1.0)}, Capture(lambda: None, 7, 1.0), 30, sample)
     assert (result.tries, result.control) == (3, pytest.approx(1.02))
 
 
 def test_noise_that_hits_all_alike_cancels():
     noise = random.Random(0)
 
-    def sample(lanes):
-        factors = [1 + noise.random() for _ in range(len(lanes) // 3)]
-        return [x.ms * factors[i // 3] for i, x in enumerate(lanes)]
+    def sample(captures):
+        factors = [1 + noise.random() for _ in range(len(captures) // 3)]
+        return [x.ms * factors[i // 3] for i, x in enumerate(captures)]
 
-    result = race({"onchip": lane(1.0), "peer": lane(1.3)}, lane(1.0), 30, sample)
+    result = time_captures({"onchip": capture(1.0), "peer": capture(1.3)}, capture(1.0), 30, sample)
     assert result.control == pytest.approx(1.0)
     assert result.against("onchip", "peer") == pytest.approx((1.3, 1.3, 1.3))
 
@@ -182,14 +193,14 @@ def test_a_row_without_fa3_does_not_count(stand_ins, monkeypatch):
         raise ImportError("No module named 'fa3_fwd_interface'")
 
     monkeypatch.setattr(peers, "fa3", missing)
-    said = []
-    session = Session(device=CPU, say=said.append)
+    printed = []
+    session = Session(device=CPU, say=printed.append)
     row = forward.measure(session, CASE)[0]
     forward.measure(session, CASE)
     assert not gpu.counts(row) and row["doubts"] == ["no fa3 in this run"]
     assert row["best_peer"] == "cudnn"
-    assert len([x for x in said if x.startswith("fa3 is left out: ImportError: No module")]) == 1
-    assert harness.judge([row], forward.BARS)[0].measured is None
+    assert len([x for x in printed if x.startswith("fa3 is left out: ImportError: No module")]) == 1
+    assert harness.check_thresholds([row], forward.THRESHOLDS)[0].measured is None
     assert "does not count: no fa3" in harness.line(row)
 
 
@@ -201,20 +212,20 @@ def test_a_contender_that_raises_is_reported_and_left_out(stand_ins, monkeypatch
         return attend if name == "fa2" else peers.standard
 
     monkeypatch.setattr(peers, "backend", broken)
-    said = []
-    session = Session(device=CPU, say=said.append)
+    printed = []
+    session = Session(device=CPU, say=printed.append)
     row = forward.measure(session, CASE)[0]
     assert "fa2" not in row["peers"] and "cudnn" in row["peers"]
-    assert any(x.startswith("fa2 is left out: RuntimeError: no fa2 here (") for x in said)
-    assert any(x.startswith("fa2, heads first, is left out: RuntimeError") for x in said)
-    assert any(x.startswith("hopper is left out: UnsupportedError") for x in said)
+    assert any(x.startswith("fa2 is left out: RuntimeError: no fa2 here (") for x in printed)
+    assert any(x.startswith("fa2, heads first, is left out: RuntimeError") for x in printed)
+    assert any(x.startswith("hopper is left out: UnsupportedError") for x in printed)
 
 
 def test_a_peer_that_computes_something_else_is_left_out(stand_ins, monkeypatch):
     monkeypatch.setattr(peers, "fa3", lambda **options: peers.sdpa)  # not causal
-    said = []
-    row = forward.measure(Session(device=CPU, say=said.append), CASE)[0]
-    assert "fa3" not in row["peers"] and any("fa3 is left out: Inaccurate" in x for x in said)
+    printed = []
+    row = forward.measure(Session(device=CPU, say=printed.append), CASE)[0]
+    assert "fa3" not in row["peers"] and any("fa3 is left out: Inaccurate" in x for x in printed)
 
 
 def test_a_wrong_answer_of_ours_gets_no_row(stand_ins, monkeypatch):
@@ -251,13 +262,13 @@ class Watch:
 
 def test_the_fastest_layout_of_a_peer_counts(stand_ins, monkeypatch):
     times = iter([1.0, 3.0, 2.0, 1.0])  # ours, two layouts, control
-    monkeypatch.setattr(gpu, "open_lane", lambda contender, backward: lane(next(times)))
+    monkeypatch.setattr(gpu, "capture_calls", lambda candidate, backward: capture(next(times)))
     sets = [gpu.draw(CASE, CPU)]
-    judge = OutputJudge({"normal": sets[0]}, patterns.causal(CASE.seqlen).visible)
+    check = OutputCheck({"normal": sets[0]}, patterns.causal(CASE.seqlen).visible)
     attend = lambda q, k, v: onchip.attention(q, k, v, causal=True)
-    ours = Contender("onchip", attend, sets, judge, ours=True)
-    claim = Claim("x", "aten_cpu", ours, gpu.both_layouts("peer", attend, sets, judge))
-    row = gpu.contest(Session(device=CPU), CASE, [claim], gpu.MILLISECONDS)[0]
+    ours = GpuCandidate("onchip", attend, sets, check, ours=True)
+    spec = RowSpec("x", "aten_cpu", ours, gpu.both_layouts("peer", attend, sets, check))
+    row = gpu.contest(Session(device=CPU), CASE, [spec], gpu.MILLISECONDS)[0]
     assert row["peers"] == {"peer": 2.0}
 
 
@@ -278,43 +289,43 @@ def test_sampled_gradients_are_those_of_the_oracle(pattern, monkeypatch):
     n = 199
     case = Case("backward", "none", torch.float64, 8, n, 2, 3, backward=True)
     inputs, visible = gpu.draw(case, CPU), pattern(n).visible
-    judge = backward.GradientJudge({"normal": inputs}, visible)
+    check = backward.GradientCheck({"normal": inputs}, visible)
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     mask = visible(torch.arange(n))
     out = onchip.testing.oracle(*leaves, mask=mask).out
     want = torch.autograd.grad(out, leaves, inputs[3])
-    for got, exact in zip(judge.exact["normal"], want, strict=True):
-        assert torch.allclose(got, exact[:, judge.rows], rtol=0, atol=1e-12)
+    for got, exact in zip(check.exact["normal"], want, strict=True):
+        assert torch.allclose(got, exact[:, check.rows], rtol=0, atol=1e-12)
 
 
 def test_the_model_of_a_gradient_is_that_of_the_rule():
     n = 111
     case = Case("backward", "none", torch.bfloat16, 16, n, 1, 2, backward=True)
     inputs = gpu.draw(case, CPU)
-    judge = backward.GradientJudge({"normal": inputs}, patterns.causal(n).visible)
+    check = backward.GradientCheck({"normal": inputs}, patterns.causal(n).visible)
     leaves = [x.double().requires_grad_() for x in inputs[:3]]
     out, _ = onchip.testing.rounding_model(*leaves, dtype=torch.bfloat16, causal=True)
     want = torch.autograd.grad(out, leaves, inputs[3].double())
-    problem = judge.problems["normal"]
+    problem = check.problems["normal"]
     delta = (out.detach().transpose(1, 2) * problem.dout).sum(-1)
     rounded = lambda x: x.to(torch.bfloat16).double()
-    model = judge.strips(problem._replace(delta=delta), rounded)
+    model = check.strips(problem._replace(delta=delta), rounded)
     for got, expected in zip(model, want, strict=True):
-        expected = rounded(expected[:, judge.rows])
+        expected = rounded(expected[:, check.rows])
         assert (got != expected).double().mean() < 0.01  # P may differ in its last bit of fp64
 
 
 def test_a_wrong_gradient_gets_no_row():
     case = Case("backward", "causal", torch.bfloat16, 16, 111, 2, 2, backward=True)
     inputs = gpu.draw(case, CPU)
-    judge = backward.GradientJudge({"normal": inputs}, patterns.causal(111).visible)
+    check = backward.GradientCheck({"normal": inputs}, patterns.causal(111).visible)
 
     right = lambda q, k, v: onchip.attention(q, k, v, causal=True)
     wrong = lambda q, k, v: right(q, skewed(k, 1.01), v)
-    ours = lambda attend: Contender("onchip", attend, [inputs], judge, ours=True)
-    assert 0 < judge(ours(right), strict=True)["normal"] < 0.01
+    ours = lambda attend: GpuCandidate("onchip", attend, [inputs], check, ours=True)
+    assert 0 < check(ours(right), strict=True)["normal"] < 0.01
     with pytest.raises(Inaccurate, match="dk .*FAILS"):
-        judge(ours(wrong), strict=True)
+        check(ours(wrong), strict=True)
 
 
 def test_masks_are_compared_with_our_own_calls(stand_ins):
@@ -338,18 +349,18 @@ def test_a_window_counts_beside_fa2(stand_ins, monkeypatch):
     assert "fa2" in row["ratios"] and gpu.counts(row)
 
 
-def test_a_cell_within_its_band_of_the_bar_is_tied():
+def test_a_cell_within_its_band_of_the_threshold_is_tied():
     row = lambda ratio, *band: {"ratio": ratio, "band": list(band)}
-    bar = Bar("worst", lambda row: True, at_least=0.92, measure=worst_cell(0.92))
-    assert judge([row(1.1, 1.0, 1.2), row(0.91, 0.90, 0.93)], [bar])[0].ok
-    verdict = judge([row(1.1, 1.0, 1.2), row(0.90, 0.89, 0.91)], [bar])[0]
+    threshold = Threshold("worst", lambda row: True, at_least=0.92, measure=worst_cell(0.92))
+    assert check_thresholds([row(1.1, 1.0, 1.2), row(0.91, 0.90, 0.93)], [threshold])[0].ok
+    verdict = check_thresholds([row(1.1, 1.0, 1.2), row(0.90, 0.89, 0.91)], [threshold])[0]
     assert not verdict.ok and verdict.measured == 0.90
 
 
-def test_an_optional_bar_without_rows_is_not_judged():
-    bar = Bar("flex", lambda row: False, at_least=1.0, optional=True)
-    assert judge([], [bar, bar._replace(optional=False)])[0].measured is None
-    assert len(judge([], [bar])) == 0
+def test_an_optional_threshold_without_rows_is_not_checked():
+    threshold = Threshold("flex", lambda row: False, at_least=1.0, optional=True)
+    assert check_thresholds([], [threshold, threshold._replace(optional=False)])[0].measured is None
+    assert len(check_thresholds([], [threshold])) == 0
 
 
 def test_ties_are_among_the_cells_ahead():
@@ -428,7 +439,7 @@ def test_a_program_raced_against_itself_is_even(backward):
     case = Case("x", "causal", torch.bfloat16, 64, 1024, 4, 8, backward=backward)
     sets = [gpu.draw(case, torch.device("cuda"), seed=i) for i in range(2)]
     attend = lambda q, k, v: onchip.attention(q, k, v, causal=True)
-    one = Contender("onchip", attend, sets, lambda *x: {})
-    lanes = [gpu.open_lane(one, backward) for _ in range(3)]
-    result = race({"a": lanes[0], "b": lanes[1]}, lanes[2], 10)
+    one = GpuCandidate("onchip", attend, sets, lambda *x: {})
+    captures = [gpu.capture_calls(one, backward) for _ in range(3)]
+    result = time_captures({"a": captures[0], "b": captures[1]}, captures[2], 10)
     assert 0.9 < result.against("a", "b").ratio < 1.1

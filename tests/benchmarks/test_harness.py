@@ -5,7 +5,15 @@ import torch
 
 import onchip
 from onchip.cli.bench import BENCHES, harness, load
-from onchip.cli.bench.harness import Bar, Case, Contender, Exact, Inaccurate, Session, judge
+from onchip.cli.bench.harness import (
+    Candidate,
+    Case,
+    Exact,
+    Inaccurate,
+    Session,
+    Threshold,
+    check_thresholds,
+)
 from onchip.cli.bench.patterns import blocks, causal, dense, documents, window
 from onchip.cli.bench.peers import heads_first, sdpa, standard
 from onchip.testing import make_qkv
@@ -23,14 +31,14 @@ def problem():
 
 
 def ours(inputs, attend=lambda q, k, v: onchip.attention(q, k, v, causal=True)):
-    return Contender("onchip", attend, inputs)
+    return Candidate("onchip", attend, inputs)
 
 
 def test_unknown_benchmarks_are_named_and_known_ones_load():
     with pytest.raises(ValueError, match="no benchmark 'gpu9'.*cpu"):
         load("gpu9")
     for name in BENCHES:
-        assert callable(load(name).run) and isinstance(load(name).BARS, tuple | list)
+        assert callable(load(name).run) and isinstance(load(name).THRESHOLDS, tuple | list)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -38,7 +46,7 @@ def test_a_row_has_exactly_the_columns_of_the_schema(problem, backward):
     inputs, exact = problem
     case = Case("test", "causal", torch.float32, 16, 199, num_heads=2, backward=backward)
     theirs = [heads_first(x) for x in inputs]
-    peer = Contender("sdpa", lambda q, k, v: sdpa(q, k, v, is_causal=True), theirs)
+    peer = Candidate("sdpa", lambda q, k, v: sdpa(q, k, v, is_causal=True), theirs)
     row = Session(quick=True).contest(case, "tiled", ours(inputs), [peer], exact)
     assert list(row) == COLUMNS
     assert row["pass"] == ("forward+backward" if backward else "forward")
@@ -69,7 +77,7 @@ def test_a_wrong_gradient_gets_no_row(problem):
 
 def test_the_fastest_peer_is_the_one_that_counts(problem, monkeypatch):
     inputs, _ = problem
-    peers = [Contender(name, standard, inputs) for name in ("slow", "fast")]
+    peers = [Candidate(name, standard, inputs) for name in ("slow", "fast")]
     times = {"slow": 2.0, "fast": 1.0}
     monkeypatch.setattr(harness, "alternate", lambda jobs, device, rounds: times)
     assert Session().fastest(peers, backward=False).name == "fast"
@@ -86,16 +94,16 @@ def row(**columns):
     return CASE.row("tiled", 1.0, "ms") | columns
 
 
-def test_bars_judge_geomeans_of_ratios_and_the_worst_value():
+def test_thresholds_check_geomeans_of_ratios_and_the_worst_value():
     rows = [row(ratio=0.5), row(ratio=2.0), row(bench="memory", value=70.0, unit="MB")]
     is_test = lambda r: r["bench"] == "test"
-    verdicts = judge(
+    verdicts = check_thresholds(
         rows,
         [
-            Bar("even", is_test, at_least=1.0),
-            Bar("ahead", is_test, at_least=1.01),
-            Bar("small", lambda r: r["bench"] == "memory", at_most=64),
-            Bar("nobody", lambda r: False, at_least=0),
+            Threshold("even", is_test, at_least=1.0),
+            Threshold("ahead", is_test, at_least=1.01),
+            Threshold("small", lambda r: r["bench"] == "memory", at_most=64),
+            Threshold("nobody", lambda r: False, at_least=0),
         ],
     )
     assert [v.ok for v in verdicts] == [True, False, False, False]
@@ -118,9 +126,9 @@ def test_a_results_file_says_where_it_comes_from(tmp_path):
 def test_a_pattern_says_the_same_to_the_oracle_and_to_onchip(build, n):
     pattern = build(n)
     q, k, v = make_qkv(1, n, num_heads=1, head_dim=8)
-    judge = Exact(q, k, v, pattern.visible)
+    check = Exact(q, k, v, pattern.visible)
     attend = lambda q, k, v: onchip.attention(q, k, v, **pattern.options)
-    assert judge.check(Contender("onchip", attend, (q, k, v)), backward=False) < 1e-6
+    assert check.check(Candidate("onchip", attend, (q, k, v)), backward=False) < 1e-6
 
 
 def test_standard_attention_is_what_sdpa_computes():

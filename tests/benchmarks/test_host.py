@@ -8,7 +8,7 @@ import torch
 import onchip
 from benchmarks import host
 from onchip.cli.bench import gpu
-from onchip.cli.bench.harness import Case, Refused, Session, judge
+from onchip.cli.bench.harness import Case, RowRefused, Session, check_thresholds
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ def test_a_call_that_synchronises_gets_no_row(no_gpu):
     def call():
         raise RuntimeError("called a synchronizing CUDA operation")
 
-    with pytest.raises(Refused, match="synchronises"):
+    with pytest.raises(RowRefused, match="synchronises"):
         host.check_no_sync(call)
 
 
@@ -63,10 +63,10 @@ def test_recording_records_and_the_other_does_not():
     assert len(out["host backward"]) == 3
 
 
-def test_the_bars_are_those_of_a_call():
+def test_the_thresholds_are_those_of_a_call():
     row = lambda bench, us: {"bench": bench, "value": us, "unit": "us"}
     rows = [row("host", 59.0), row("host grad", 91.0), row("host backward", 500.0)]
-    assert [v.ok for v in judge(rows, host.BARS)] == [True, False]
+    assert [v.ok for v in check_thresholds(rows, host.THRESHOLDS)] == [True, False]
 
 
 def test_the_breakdown_finds_the_slow_part():

@@ -1,4 +1,4 @@
-"""Memories measured: what is read is where it is said to be, and larger sets are never faster."""
+"""Memories measured: each set is assigned to its level, and larger sets are never faster."""
 
 import pytest
 import torch
@@ -49,11 +49,11 @@ def test_the_last_set_is_larger_than_every_cache_if_that_is_not_too_large(monkey
 
 
 def test_progress_runs_to_its_end(monkeypatch):
-    row = levels.Measured("L1", 16 << 10, 1e9, 0.0)
+    row = levels.LevelTiming("L1", 16 << 10, 1e9, 0.0)
     monkeypatch.setattr(levels, "cpu_levels", lambda: iter([row] * len(levels.cpu_sets())))
-    told = []
-    levels.measure(torch.device("cpu"), lambda title, done: told.append(done))
-    assert told[0] == 0.0 and told[-1] == 1.0 and told == sorted(told)
+    progress = []
+    levels.measure(torch.device("cpu"), lambda title, done: progress.append(done))
+    assert progress[0] == 0.0 and progress[-1] == 1.0 and progress == sorted(progress)
 
 
 @pytest.mark.gpu

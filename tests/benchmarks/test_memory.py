@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import memory, memory_report, tables
 from onchip.cli import bench, main
-from onchip.cli.bench.harness import Session, judge
+from onchip.cli.bench.harness import Session, check_thresholds
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = json.loads((ROOT / "benchmarks" / "results" / "memory.json").read_text())["rows"]
@@ -37,7 +37,7 @@ def test_rows_have_the_columns_of_the_schema(quick):
     assert kinds == {"allocation", "sensitivity", "page size", "sharing", "simulation"}
     for row in quick:
         if "slots" in row:
-            assert row["used"] + memory.waste(row) == pytest.approx(1)  # somebody always waits
+            assert row["used"] + memory.waste(row) == pytest.approx(1)  # a request always waits
 
 
 def test_pages_are_held_against_every_reservation(quick):
@@ -59,14 +59,14 @@ def test_larger_pages_never_waste_less(quick):
 def test_the_committed_figures_are_what_the_code_computes(name):
     """A simulation has no noise: if this fails, run the benchmark and write its file again."""
     rows = memory.allocation("allocation", 40, memory.CHAT, (name,), memory.LIFETIMES[40])
-    asked = {"bench": "allocation", "kernel": name, "mask": "chat", "gib": 40}
-    [committed] = [row for row in COMMITTED if asked.items() <= row.items()]
+    selected = {"bench": "allocation", "kernel": name, "mask": "chat", "gib": 40}
+    [committed] = [row for row in COMMITTED if selected.items() <= row.items()]
     for column in ("value", "used", "reserved", "internal", "external", "again", "slots"):
         assert rows[0][column] == pytest.approx(committed[column]), column
 
 
-def test_the_committed_figures_reach_the_bars():
-    assert all(verdict.ok for verdict in judge(COMMITTED, memory.BARS))
+def test_the_committed_figures_reach_the_thresholds():
+    assert all(verdict.ok for verdict in check_thresholds(COMMITTED, memory.THRESHOLDS))
 
 
 def test_what_does_not_follow_is_said():

@@ -8,8 +8,8 @@ import torch
 
 import onchip
 from onchip.cli.bench import gpu, paged, peers
-from onchip.cli.bench.gpu import Contender, Lane
-from onchip.cli.bench.harness import Inaccurate, Session, judge
+from onchip.cli.bench.gpu import Capture, GpuCandidate
+from onchip.cli.bench.harness import Inaccurate, Session, check_thresholds
 from onchip.cost.prefixes import costs
 
 CPU = torch.device("cpu")
@@ -20,13 +20,13 @@ def stand_ins(monkeypatch):
     """A capture runs its jobs once and takes as long as its name says; two sets of inputs."""
     took = {"onchip": 1.0, "dense": 1.25, "cudnn": 1.1}
 
-    def open_lane(contender, backward):
-        for job in contender.jobs(backward):
+    def capture_calls(candidate, backward):
+        for job in candidate.jobs(backward):
             job()
-        return Lane(lambda: None, 1, took.get(contender.name, 0.95))
+        return Capture(lambda: None, 1, took.get(candidate.name, 0.95))
 
-    monkeypatch.setattr(gpu, "open_lane", open_lane)
-    monkeypatch.setattr(gpu, "replay_in_order", lambda lanes: [x.ms for x in lanes])
+    monkeypatch.setattr(gpu, "capture_calls", capture_calls)
+    monkeypatch.setattr(gpu, "replay_in_order", lambda captures: [x.ms for x in captures])
     monkeypatch.setattr(gpu, "still_there", lambda device: None)
     two = lambda cache, device: [cache.draw(device, i) for i in range(2)]
     monkeypatch.setattr(paged.Cache, "draw_sets", two)
@@ -48,9 +48,9 @@ def test_a_wrong_answer_is_inaccurate():
     cache = paged.Cache((64, 64))
     inputs = cache.draw(CPU, 0)
     wrong = lambda q, k, v: onchip.attention(q, k[:, 1:], v[:, 1:])
-    contender = Contender("x", wrong, [inputs], paged.DecodeJudge.of(cache, inputs), ours=True)
+    candidate = GpuCandidate("x", wrong, [inputs], paged.DecodeCheck.of(cache, inputs), ours=True)
     with pytest.raises(Inaccurate, match="FAILS"):
-        contender.judge(contender, True)
+        candidate.check(candidate, True)
 
 
 def test_rows_of_a_cell(stand_ins):
@@ -63,29 +63,29 @@ def test_rows_of_a_cell(stand_ins):
     assert [r["mask"] for r in rows] == ["pages of 16", "none"]
 
 
-def test_the_other_rows_and_the_bars(stand_ins, monkeypatch):
+def test_the_other_rows_and_the_thresholds(stand_ins, monkeypatch):
     session = Session(device=CPU)
     monkeypatch.setattr(paged, "Cache", lambda lengths, *heads: SMALL(tuple(lengths), *heads))
     rows = [*paged.page_sizes(session, 1), *paged.skewed(session), *paged.mha(session)]
     assert [r["best_peer"] for r in rows] == ["pages of 256", "equal lengths", "cudnn"]
     assert [r["num_kv_heads"] for r in rows] == [8, 8, 32]
-    verdicts = judge(rows + paged.decode(session, 2, 64), paged.BARS[:4])
+    verdicts = check_thresholds(rows + paged.decode(session, 2, 64), paged.THRESHOLDS[:4])
     assert [v.ok for v in verdicts] == [True, False, True, False]
     assert verdicts[2].measured == pytest.approx(0.95)
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
 def test_caches_of_8_bits_against_16_of_the_same_numbers(stand_ins, kv_dtype):
-    """Both under the accuracy rule; the bar is for the largest cell alone."""
+    """Both under the accuracy rule; the threshold is for the largest cell alone."""
     (row,) = paged.kv8_rows(Session(device=CPU), 2, 64, kv_dtype)
     assert (row["bench"], row["best_peer"]) == (f"decode {kv_dtype}", "bf16 cache")
     assert row["unit"] == "tokens/s" and row["kv_dtype"] == kv_dtype and row["page_size"] == 16
     assert row["error"] == pytest.approx(row["peer_error"])
-    bars = [bar for bar in paged.BARS if bar.at_least == paged.KV8_SPEEDUP]
-    assert len(bars) == 2 and not judge([row], bars)
+    thresholds = [t for t in paged.THRESHOLDS if t.at_least == paged.KV8_SPEEDUP]
+    assert len(thresholds) == 2 and not check_thresholds([row], thresholds)
     batch, keys = paged.KV8_SPEEDUP_AT
-    (verdict,) = judge([row | {"batch": batch, "seqlen": keys}], bars)
-    assert verdict.bar.name.startswith(kv_dtype) and verdict.measured == row["ratio"]
+    (verdict,) = check_thresholds([row | {"batch": batch, "seqlen": keys}], thresholds)
+    assert verdict.threshold.name.startswith(kv_dtype) and verdict.measured == row["ratio"]
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def small_l2(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
 
 
-def test_a_prefix_is_read_once_and_judged(stand_ins, small_l2, monkeypatch):
+def test_a_prefix_is_read_once_and_checked(stand_ins, small_l2, monkeypatch):
     """As a level even where it does not pay, as on the CPU."""
     monkeypatch.setattr(paged, "costs", lambda *x: costs(*x)._replace(level=0))
     calls, plain = [], onchip.paged_attention
@@ -108,14 +108,14 @@ def test_a_prefix_is_read_once_and_judged(stand_ins, small_l2, monkeypatch):
     assert calls == [(6, 1), (1, 6)] * (len(calls) // 2) and calls
 
 
-def test_only_the_first_prefix_has_a_bar():
+def test_only_the_first_prefix_has_a_threshold():
     row = {"bench": "cascade", "page_size": 16, "ratio": 4.0, "band": [3.9, 4.1], "doubts": []}
-    bar = next(bar for bar in paged.BARS if bar.at_least == paged.CASCADE)
+    threshold = next(t for t in paged.THRESHOLDS if t.at_least == paged.CASCADE)
     for batch, seqlen, expected in ((64, 8448, 4.0), (64, 33024, None), (8, 2112, None)):
-        (verdict,) = judge([row | {"batch": batch, "seqlen": seqlen}], [bar])
+        (verdict,) = check_thresholds([row | {"batch": batch, "seqlen": seqlen}], [threshold])
         assert verdict.measured == expected and not verdict.ok
     close = {"batch": 64, "seqlen": 8448, "ratio": 4.99, "band": [4.9, 5.1]}
-    (tied,) = judge([row | close], [bar])
+    (tied,) = check_thresholds([row | close], [threshold])
     assert tied.ok
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from benchmarks import paper, paper_claims, paper_report, paper_runs
-from benchmarks.paper_claims import Claim, claims, verdict
+from benchmarks.paper_claims import PaperClaim, claims, verdict
 from onchip.cli import bench
-from onchip.cli.bench.harness import Session, judge
+from onchip.cli.bench.harness import Session, check_thresholds
 from onchip.lab import traffic
 from onchip.lab.traffic import Chip
 
@@ -21,7 +21,7 @@ def find(what):
     return next(row for row in COMMITTED if row["kernel"] == what)
 
 
-def test_the_committed_rows_are_of_these_claims_and_meet_their_bars():
+def test_the_committed_rows_are_of_these_claims_and_meet_their_thresholds():
     """If this fails because a figure was added, run `python -m benchmarks paper` again."""
     found = list(claims())
     rows = [row for row in COMMITTED if "verdict" in row]
@@ -30,7 +30,7 @@ def test_the_committed_rows_are_of_these_claims_and_meet_their_bars():
         assert row["published"] == claim.published
         assert row["verdict"] == verdict(claim, row["measured"])
         assert row["predicted"] == pytest.approx(claim.predicted)
-    assert all(v.ok for v in judge(COMMITTED, paper.BARS))
+    assert all(v.ok for v in check_thresholds(COMMITTED, paper.THRESHOLDS))
 
 
 def test_what_the_ledgers_counted_is_what_was_predicted():
@@ -41,7 +41,7 @@ def test_what_the_ledgers_counted_is_what_was_predicted():
 
 
 def test_verdicts():
-    claim = Claim("", "", "", "GB", 10.0, 10.9)
+    claim = PaperClaim("", "", "", "GB", 10.0, 10.9)
     assert verdict(claim) == "follows"
     assert verdict(claim._replace(predicted=11.1)) == "does not follow"
     assert verdict(claim._replace(reason="because")) == "follows; because"
@@ -67,14 +67,14 @@ def test_known_mistakes_are_found():
 
 def test_one_head_executed_is_one_head_predicted():
     chip = Chip(sram=4096, scratch=torch.float16)
-    asked = paper_claims.problem(111, 40)
+    problem = paper_claims.problem(111, 40)
     for kernel, name in (("paper_v0", "standard"), ("paper_v1", "v1"), ("paper_v2", "v2")):
         found, moved = (
             paper_runs.counted(kernel, 111, 40, chip),
-            paper_claims.both(name, asked, chip),
+            paper_claims.both(name, problem, chip),
         )
         assert (found.hbm_bytes, found.flops) == (moved.hbm_bytes, moved.flops), kernel
-    assert found.forward_bytes == traffic.v2(asked, chip).hbm_bytes
+    assert found.forward_bytes == traffic.v2(problem, chip).hbm_bytes
 
 
 def test_softmax_reads_as_often_as_its_name_says():
@@ -98,7 +98,7 @@ def test_unfused_attention_is_attention():
 
 def test_a_quick_run_counts_and_does_not_time(monkeypatch):
     counted = next(c for c in paper_claims.softmaxes())
-    timed = Claim("x", "timed", "", "s", 1.0, 2.0, lambda: pytest.fail("was timed"))
+    timed = PaperClaim("x", "timed", "", "s", 1.0, 2.0, lambda: pytest.fail("was timed"))
     monkeypatch.setattr(paper, "claims", lambda: iter([counted, timed]))
     session = Session(quick=True, threads=torch.get_num_threads())
     paper.run(session)
@@ -109,8 +109,8 @@ def test_a_quick_run_counts_and_does_not_time(monkeypatch):
 
 def test_counters_stand_beside_the_prediction(monkeypatch):
     call = paper.COUNTED[0]
-    kernels = [paper.counters.Counted("forward_kernel", 2.0e8, 7.0e7)]
-    monkeypatch.setattr(paper.counters, "count", lambda asked: [kernels] * len(asked))
+    kernels = [paper.counters.KernelBytes("forward_kernel", 2.0e8, 7.0e7)]
+    monkeypatch.setattr(paper.counters, "count", lambda calls: [kernels] * len(calls))
     row = paper.counter_row(0)
     assert row["measured"] == 0.27 and row["predicted"] == pytest.approx(0.2705, rel=0.001)
     assert row["num_heads"] == call.num_heads and "of each tensor once" in row["verdict"]

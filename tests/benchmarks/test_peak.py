@@ -1,4 +1,4 @@
-"""Peak memory: measured, or by a law that is stated; here on the CPU."""
+"""Peak memory: measured, or extrapolated by a stated formula; here on the CPU."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from benchmarks import peak
 from benchmarks.peak import Rival, measure
 from onchip.cli.bench import gpu
-from onchip.cli.bench.harness import Case, Inaccurate, Session, judge
+from onchip.cli.bench.harness import Case, Inaccurate, Session, check_thresholds
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def test_a_row_has_a_right_answer_and_both_peaks(backward):
 
 def test_beyond_the_memory_it_is_the_square_law(monkeypatch):
     rival = Rival({1024: 1000, 2048: 4100})
-    assert rival.law(8192) == 16 * 4100
+    assert rival.extrapolate(8192) == 16 * 4100
     monkeypatch.setattr(peak, "available_bytes", lambda device: 50_000)
     monkeypatch.setattr(peak, "peak_extra_bytes", lambda job, device: pytest.fail("it was run"))
     assert rival.bytes(case(8192), (), CPU) == 16 * 4100 and 8192 not in rival.measured
@@ -45,15 +45,15 @@ def test_a_rival_that_does_not_fit_after_all_is_predicted(monkeypatch):
 def test_a_wrong_answer_gets_no_row():
     inputs = gpu.draw(case(333), CPU)
     with pytest.raises(Inaccurate):
-        peak.judged(lambda q, k, v: v + 1, inputs, False)
+        peak.check_accuracy(lambda q, k, v: v + 1, inputs, False)
 
 
-def test_the_bar_sees_memory_that_grows_faster_than_the_length():
+def test_the_threshold_sees_memory_that_grows_faster_than_the_length():
     def rows(power):
         for name in ("forward", "forward+backward"):
             for n in (1024, 16384, 1 << 20):
                 values = {"value": n**power, "unit": "MB", "ratio": 1.0}
                 yield {"bench": "peak", "pass": name, "seqlen": n, **values}
 
-    assert judge(list(rows(1.0)), peak.BARS)[0].ok
-    assert not judge(list(rows(1.02)), peak.BARS)[0].ok
+    assert check_thresholds(list(rows(1.0)), peak.THRESHOLDS)[0].ok
+    assert not check_thresholds(list(rows(1.02)), peak.THRESHOLDS)[0].ok

@@ -1,4 +1,4 @@
-"""Pictures of results: every line is there, and those of the documents show the committed files."""
+"""Pictures of results: every line is drawn; the documents' pictures show the committed files."""
 
 import itertools
 import json
@@ -58,9 +58,9 @@ def test_loss_curves_lie_one_over_the_other(tmp_path):
     itself is not drawn.
     """
     case = Case("train curves", "gpt2", torch.bfloat16, 64, 1024, way="3 steps")
-    told = {"curves": {"onchip": [3.0, 2.0, 1.5], "fa2": [3.0, 2.1, 1.5], "cudnn": [3.0, 2.0, 1.4]}}
+    curves = {"onchip": [3.0, 2.0, 1.5], "fa2": [3.0, 2.1, 1.5], "cudnn": [3.0, 2.0, 1.4]}
     step = Case("train", "llama", torch.bfloat16, 64, 2048).row("onchip", 1e5, "tokens/s")
-    rows = results(step, case.row("onchip", 0.1, "RMS to fa2") | told)
+    rows = results(step, case.row("onchip", 0.1, "RMS to fa2") | {"curves": curves})
     plots.draw(rows, tmp_path / "x.svg")
     text = (tmp_path / "x.svg").read_text()
     assert all(word in text for word in ("apart from FlashAttention-2", "cuDNN", "a GPU"))

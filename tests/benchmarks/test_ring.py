@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import ring, ring_ranks, ring_report, ring_simulation, tables
 from onchip.cli import main
-from onchip.cli.bench.harness import Session, judge
+from onchip.cli.bench.harness import Session, check_thresholds
 from onchip.parallel.machines import LINKS, Fabric
 from onchip.parallel.simulate import RingStep
 
@@ -35,8 +35,8 @@ def test_rows_have_the_columns_of_the_schema(quick):
 
 def test_the_committed_figures_are_what_the_code_computes(quick):
     """A simulation has no noise: if this fails, run the benchmark and write its file again."""
-    asked = ("bench", "kernel", "pass", "mask", "seqlen", "devices", "fabric", "link", "gpu")
-    key = lambda row: tuple(row.get(name) for name in asked)
+    columns = ("bench", "kernel", "pass", "mask", "seqlen", "devices", "fabric", "link", "gpu")
+    key = lambda row: tuple(row.get(name) for name in columns)
     committed = {key(row): row for row in COMMITTED}
     assert len(committed) == len(COMMITTED)
     for row in quick[:-1]:
@@ -45,8 +45,8 @@ def test_the_committed_figures_are_what_the_code_computes(quick):
 
 
 @pytest.mark.parametrize("rows, least", [(COMMITTED, 2), (MEASURED, 2)])
-def test_the_committed_figures_reach_the_bars(rows, least):
-    verdicts = judge(rows, ring.BARS)
+def test_the_committed_figures_reach_the_thresholds(rows, least):
+    verdicts = check_thresholds(rows, ring.THRESHOLDS)
     assert len(verdicts) >= least and all(verdict.ok for verdict in verdicts)
 
 
@@ -66,20 +66,20 @@ def test_two_processes_measure_a_step_and_its_parts(measured):
         assert row["value"] == pytest.approx(row["step_ms"] / longer)
         for trace in row["traces"]:
             assert len(trace) == messages
-            assert all(0 < posted <= asked <= there for posted, asked, there in trace)
+            assert all(0 < posted <= waited <= there for posted, waited, there in trace)
     assert [r["kernel"] for r in measured if r["bench"] == "kernels"] == [*ring_ranks.LAYOUTS]
 
 
 def test_a_slow_link_is_slow(measured):
-    """Messages take as long as they are told to, four fifths of a round as it was timed before."""
+    """Messages take the configured time, four fifths of a round as it was timed before."""
     [row] = [r for r in measured if r.get("message_share")]
     assert row["messages_ms"] >= row["link_ms"] > 0
     assert row["step_ms"] < 5 * (row["messages_ms"] + row["kernels_ms"])
 
 
 def test_a_busy_machine_is_told(monkeypatch):
-    """Rows that others disturbed say so, and are judged by no bar."""
-    monkeypatch.setattr(ring_ranks, "QUICK_TOKENS", (4096,))  # shorter steps have no bar
+    """Rows that other processes disturbed are marked, and no threshold selects them."""
+    monkeypatch.setattr(ring_ranks, "QUICK_TOKENS", (4096,))  # shorter steps have no threshold
     part = {"seconds": dict.fromkeys(ring_ranks.JOBS, [1.0]), "messages": 1, "bytes": 1, "link": 0}
     ranks = [[part | {"trace": [[0.1, 0.2, 0.3]]}] * 6] * 2
     monkeypatch.setattr(ring_ranks, "run_processes", lambda *args, **options: ranks)
@@ -88,7 +88,7 @@ def test_a_busy_machine_is_told(monkeypatch):
         rows = ring_ranks.process_rows(quick=True)
         assert len(rows) == 6 and rows[0]["seqlen"] == 4096
         assert all(bool(row["doubts"]) != counts for row in rows)
-        assert len(judge(rows, ring_ranks.BARS)) == counts
+        assert len(check_thresholds(rows, ring_ranks.THRESHOLDS)) == counts
 
 
 def test_the_share_of_others_is_a_share():
@@ -141,25 +141,25 @@ def test_tables_name_the_command_that_made_them():
 
 
 def test_the_length_that_simulation_finds_is_below_the_formula():
-    """Its kernels are no faster than those of the formula, and merging gives messages more time."""
+    """Its kernels are no faster than the formula's, and merging gives messages more time."""
     for row in (r for r in COMMITTED if r["bench"] == "hide" and r["gb_s"] < 100):
         assert 0.75 * row["value"] < row["simulated_tokens"] < row["value"]
 
 
 def test_what_others_measured_is_near():
-    """Striped has a diagonal in every round, which the rate of one call does not tell: it comes out
-    too fast, and the documents say so."""
+    """Striped has a diagonal in every round, which the rate of one call does not include: the
+    prediction is too fast, and the documents say so."""
     for row in (r for r in COMMITTED if r["bench"] == "published"):
         gap = row["value"] - row["peers"]["published"]
         assert -3 < gap < (20 if row["kernel"] == "striped" else 8), row
 
 
 @pytest.mark.parametrize(
-    "seconds, said",
+    "seconds, text",
     [(1.5e-4, "150 us"), (0.0123, "12.3 ms"), (90, "1.5 min"), (3.2e12, "101,402 years")],
 )
-def test_times_are_told_as_people_tell_them(seconds, said):
-    assert ring_report.span_of(seconds) == said
+def test_times_are_printed_in_common_units(seconds, text):
+    assert ring_report.span_of(seconds) == text
 
 
 def test_the_command_prints_tables_and_draws(tmp_path, capsys, monkeypatch):

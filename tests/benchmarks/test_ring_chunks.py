@@ -37,7 +37,7 @@ def test_a_row_and_its_sheet(cut):
     assert set(rows[1]["ms"]) == {"one call", "rounds", "kernels"}
     heads, body = ring_report.SHEETS["chunks"](rows)
     assert len(heads) == 4 and [line[0] for line in body] == ["forward", "forward+backward"]
-    (verdict,) = harness.judge(rows, ring_chunks.BARS)
+    (verdict,) = harness.check_thresholds(rows, ring_chunks.THRESHOLDS)
     assert verdict.ok == (max(row["value"] for row in rows) <= 8.0)
 
 

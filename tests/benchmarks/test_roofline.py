@@ -1,4 +1,4 @@
-"""Predictions beside measurements: every cell, its columns, and the table of the documents."""
+"""Predictions against measurements: every cell, its columns, and the table of the documents."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import roofline, roofline_report
 from onchip.cli import bench, main
-from onchip.cli.bench.harness import Session, judge
+from onchip.cli.bench.harness import Session, check_thresholds
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,9 +19,9 @@ def rows():
     return session.rows
 
 
-def test_bars_are_met_but_for_four_cells(rows):
+def test_thresholds_are_met_but_for_four_cells(rows):
     """Of a deterministic backward at head_dim 128 without a mask, since it was measured again."""
-    verdicts = judge(rows, roofline.BARS)
+    verdicts = check_thresholds(rows, roofline.THRESHOLDS)
     assert [v.ok for v in verdicts] == [True, True, False] and len(rows) == 3 * 36 + 16
     far = [r for r in rows if r["bench"] in roofline.SEEN and abs(roofline.gap(r)) > 15]
     assert {(r["bench"], r["head_dim"], r["mask"]) for r in far} == {("deterministic", 128, "none")}
@@ -29,10 +29,10 @@ def test_bars_are_met_but_for_four_cells(rows):
 
 
 def test_a_cell_holds_both_times(rows):
-    asked = {"bench": "forward", "mask": "none", "head_dim": 128, "seqlen": 8192}
-    (row,) = (r for r in rows if asked.items() <= r.items())
+    selected = {"bench": "forward", "mask": "none", "head_dim": 128, "seqlen": 8192}
+    (row,) = (r for r in rows if selected.items() <= r.items())
     source = json.loads((ROOT / "benchmarks/results/h200-forward.json").read_text())["rows"]
-    (measured,) = (r for r in source if asked.items() <= r.items())
+    (measured,) = (r for r in source if selected.items() <= r.items())
     flops = 4 * 2 * 16 * 8192**2 * 128
     assert row["peers"]["measured"] == pytest.approx(flops / measured["value"] / 1e6)
     assert row["ratio"] == row["peers"]["measured"] / row["value"] and row["binds"] in row["why"]
@@ -46,10 +46,10 @@ def test_the_table_has_a_line_for_each_mask_and_dim(rows):
     assert body[0][3] == "exp unit" and body[0][-1].endswith("%)")
 
 
-def test_what_was_held_out_has_a_table_and_no_bar(rows):
+def test_what_was_held_out_has_a_table_and_no_threshold(rows):
     _, body = roofline_report.SHEETS["held-out"](rows)
     assert len(body) == 16 and not any(line[-1].startswith("bound") for line in body)
-    assert not any(bar.selects({"bench": roofline.HELD_OUT}) for bar in roofline.BARS)
+    assert not any(t.selects({"bench": roofline.HELD_OUT}) for t in roofline.THRESHOLDS)
 
 
 def test_the_committed_table_is_what_the_code_computes(rows):

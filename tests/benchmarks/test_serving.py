@@ -12,7 +12,7 @@ from benchmarks import serving
 from benchmarks import serving_report as report
 from benchmarks.workload import Mark, Ran, Roofline, Workload, serve, warm_up
 from onchip.cli import main
-from onchip.cli.bench.harness import Refused, Session, judge
+from onchip.cli.bench.harness import RowRefused, Session, check_thresholds
 from onchip.models import ModelConfig, num_parameters
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def test_the_workload_is_that_of_nano_vllm():
     workload = Workload.uniform()
     assert (workload.num_prompt_tokens, workload.num_output_tokens) == (142_827, 133_966)
-    assert len(workload.asked) == 256 and workload.steps <= 1024 and workload.longest <= 2048
+    assert len(workload.requests) == 256 and workload.steps <= 1024 and workload.longest <= 2048
     pages, page_bytes = workload.peak_pages(16), 2 * 28 * 8 * 128 * 2 * 16
     assert 19e9 < pages * page_bytes < 20e9
 
@@ -31,8 +31,8 @@ def test_pages_and_keys_are_counted_token_by_token():
     assert workload.peak_pages(4) == 3 and workload.peak_pages(1) == 11
     keys = sum(range(5, 12)) + sum(range(3, 5))
     assert workload.tokens_read == keys
-    assert workload.cut(1, 4).asked == (([1] * 5, 4),)
-    assert [len(one.asked) for one in Workload.uniform(7, 1, 2).batches(3)] == [3, 3, 1]
+    assert workload.cut(1, 4).requests == (([1] * 5, 4),)
+    assert [len(one.requests) for one in Workload.uniform(7, 1, 2).batches(3)] == [3, 3, 1]
 
 
 def test_the_roofline_reads_the_weights_in_every_step_and_every_key_once():
@@ -90,9 +90,9 @@ def test_a_workload_is_served_as_it_was_asked(tiny):
         ran = serve(llm.engine, [tiny.workload])
         found = llm.stats().tokens_cached  # a token or two are alike by chance
         assert found < 0.01 * tiny.workload.num_prompt_tokens
-    assert ran.marks[-1].counts == [count for _, count in tiny.workload.asked]
+    assert ran.marks[-1].counts == [count for _, count in tiny.workload.requests]
     assert ran.columns["steps"] <= tiny.workload.steps + 1 and ran.columns["host_share"] is None
-    # After a step those that it ended hold nothing any more.
+    # After a step the requests that it ended hold no pages.
     assert 0.9 < ran.columns["peak_pages"] / tiny.workload.peak_pages(16) <= 1
 
 
@@ -102,7 +102,7 @@ def test_batches_follow_one_another(tiny):
     steps = sum(batch.steps for batch in tiny.workload.batches(9))
     assert ran.columns["steps"] == steps
     first = next(mark for mark in ran.marks if mark.counts[9])
-    assert first.counts[:9] == [count for _, count in tiny.workload.asked[:9]]
+    assert first.counts[:9] == [count for _, count in tiny.workload.requests[:9]]
 
 
 def test_a_cache_of_8_bits_is_served_and_said():
@@ -123,9 +123,9 @@ def test_a_request_that_fails_leaves_no_row():
     with tiny.llm(num_pages=200) as llm:
         with torch.no_grad():
             llm.engine.model.embed.fill_(float("nan"))
-        with pytest.raises(Refused, match="not finite"):
+        with pytest.raises(RowRefused, match="not finite"):
             serve(llm.engine, [tiny.workload])
-    with tiny.llm(num_pages=3) as llm, pytest.raises(Refused, match="refused"):
+    with tiny.llm(num_pages=3) as llm, pytest.raises(RowRefused, match="refused"):
         serve(llm.engine, [tiny.workload])
 
 
@@ -156,10 +156,10 @@ def test_peers_serve_the_same_part(tiny):
 
 def test_without_transformers_there_are_no_peers(tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    said = []
-    monkeypatch.setattr(tiny.session, "say", said.append)
+    printed = []
+    monkeypatch.setattr(tiny.session, "say", printed.append)
     (row,) = serving.peers(tiny)
-    assert row["peers"] == {} and row["ratio"] is None and "no peers" in said[-1]
+    assert row["peers"] == {} and row["ratio"] is None and "no peers" in printed[-1]
 
 
 def test_parts_are_chosen_by_name(capsys, tmp_path):
@@ -188,7 +188,7 @@ def test_a_new_process_is_ready(tiny):
 
 def test_a_process_that_fails_is_no_row(tiny, monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")
-    with pytest.raises(Refused, match="ended with 1"):
+    with pytest.raises(RowRefused, match="ended with 1"):
         serving.ready(tiny)
 
 
@@ -218,15 +218,17 @@ def test_a_crowd_is_answered_client_by_client():
     assert load.startswith("20 clients, ")
 
 
-def test_the_bars_are_those_of_the_issue():
+def test_the_thresholds_are_the_required_ones():
     row = lambda bench, kernel, value, **more: {
         "bench": bench, "mask": "qwen3-0.6b", "kernel": kernel, "value": value, "unit": "", **more
     }  # fmt: skip
     good = [row("throughput", "onchip", 22_001.0), row("ready", "onchip", 19.0)]
     bad = [row("throughput", "onchip", 21_999.0), row("ready", "onchip", 21.0)]
     capped = [row("capped", "auto", 1.0, lost=lost) for lost in (34.0, 36.0)]
-    assert [v.ok for v in judge([*good, capped[0]], serving.BARS)] == [True, True, True]
-    assert [v.ok for v in judge([*bad, capped[1]], serving.BARS)] == [False, False, False]
+    verdicts = check_thresholds([*good, capped[0]], serving.THRESHOLDS)
+    assert [v.ok for v in verdicts] == [True, True, True]
+    verdicts = check_thresholds([*bad, capped[1]], serving.THRESHOLDS)
+    assert [v.ok for v in verdicts] == [False, False, False]
 
 
 def test_rows_become_tables_and_a_picture(tiny, tmp_path, capsys):

@@ -12,10 +12,10 @@ from benchmarks.simulation import (
     Group,
     Lognormal,
     Paged,
-    Request,
-    Server,
+    SimRequest,
+    SimServer,
+    SimWorkload,
     Uniform,
-    Workload,
     arrivals,
     beam_search,
     parallel_sampling,
@@ -23,7 +23,7 @@ from benchmarks.simulation import (
     rate_of,
 )
 
-SHORT = Workload("short", Lognormal(23, 0.8), Lognormal(31, 0.9), max_length=160)
+SHORT = SimWorkload("short", Lognormal(23, 0.8), Lognormal(31, 0.9), max_length=160)
 ALLOCATORS = {
     "max": lambda slots: Contiguous(slots, lambda r: 160),
     "pow2": lambda slots: Contiguous(slots, lambda r: r.prompt + power_of_two(r.output)),
@@ -45,13 +45,13 @@ def plain(allocator, requests, steps, warmup):
             allocator.release(run["holding"])
             running.remove(run)
         for run in list(running):
-            while run in running and run["tokens"] == run["holding"].room:
+            while run in running and run["tokens"] == run["holding"].capacity:
                 if allocator.grow(run["holding"]):
                     continue
                 newest = running.pop()
                 allocator.release(newest["holding"])
                 left = newest["final"] - newest["tokens"]
-                queue.insert(0, Request(step, newest["tokens"], left))
+                queue.insert(0, SimRequest(step, newest["tokens"], left))
                 preempted += step >= warmup
         while coming and coming[0].arrival <= step:
             queue.append(coming.pop(0))
@@ -60,10 +60,10 @@ def plain(allocator, requests, steps, warmup):
             running.append(dict(start=step, tokens=r.prompt, final=r.final, holding=holding))
         if step >= warmup:
             used = sum(r["tokens"] for r in running)
-            useful = sum(min(r["final"], r["holding"].room) for r in running)
-            room = sum(r["holding"].room for r in running)
-            free = allocator.slots - room if queue else 0
-            now = (used, useful - used, room - useful, free, len(running))
+            useful = sum(min(r["final"], r["holding"].capacity) for r in running)
+            capacity = sum(r["holding"].capacity for r in running)
+            free = allocator.slots - capacity if queue else 0
+            now = (used, useful - used, capacity - useful, free, len(running))
             sums = [s + x for s, x in zip(sums, now, strict=True)]
     return sums, preempted
 
@@ -73,7 +73,7 @@ def plain(allocator, requests, steps, warmup):
 def test_events_count_what_single_steps_count(name, load):
     slots, steps, warmup = 799, 600, 111
     requests = list(arrivals(SHORT, rate_of(SHORT, slots, load, 0), steps, seed=3))
-    usage = Server(ALLOCATORS[name](slots), warmup).run(requests, steps)
+    usage = SimServer(ALLOCATORS[name](slots), warmup).run(requests, steps)
     sums, preempted = plain(ALLOCATORS[name](slots), requests, steps, warmup)
     assert list(usage.mean) == pytest.approx([s / (steps - warmup) for s in sums])
     assert usage.preempted == preempted
@@ -83,7 +83,7 @@ def test_events_count_what_single_steps_count(name, load):
 @pytest.mark.parametrize("name", ALLOCATORS)
 def test_while_somebody_waits_every_slot_is_one_of_four(name):
     slots = 799
-    server = Server(ALLOCATORS[name](slots), sample_every=1)
+    server = SimServer(ALLOCATORS[name](slots), sample_every=1)
     usage = server.run(arrivals(SHORT, rate_of(SHORT, slots, 3, 0), 400, 0), 400)
     busy = [sum(s[:4]) for step, s in usage.timeline if step > 100]
     assert len(busy) > 20 and set(busy) == {slots}
@@ -92,10 +92,10 @@ def test_while_somebody_waits_every_slot_is_one_of_four(name):
 
 @pytest.mark.parametrize("name", ALLOCATORS)
 def test_everybody_is_served_in_the_end(name):
-    """No request is lost or starves, however often it is preempted, and all memory comes back."""
-    requests = [Request(0, p, o) for p, o in islice(SHORT.lengths(1), 63)]
+    """No request is lost or starves, however often it is preempted, and all memory is freed."""
+    requests = [SimRequest(0, p, o) for p, o in islice(SHORT.lengths(1), 63)]
     allocator = ALLOCATORS[name](323)
-    usage = Server(allocator).run(requests, 20_000)
+    usage = SimServer(allocator).run(requests, 20_000)
     assert usage.finished == 63
     assert usage.generated == sum(r.output for r in requests)
     if isinstance(allocator, Paged):
@@ -108,22 +108,22 @@ def test_everybody_is_served_in_the_end(name):
 def test_the_oracle_never_wastes_inside_and_max_holds_what_divides():
     slots = 799
     load = lambda: arrivals(SHORT, rate_of(SHORT, slots, 3, 0), 500, 0)
-    oracle = Server(ALLOCATORS["oracle"](slots), 100).run(load(), 500).mean
-    largest = Server(ALLOCATORS["max"](slots), 100).run(load(), 500).mean
+    oracle = SimServer(ALLOCATORS["oracle"](slots), 100).run(load(), 500).mean
+    largest = SimServer(ALLOCATORS["max"](slots), 100).run(load(), 500).mean
     assert oracle.internal == 0 and oracle.reserved > 0
     assert largest.sequences == slots // 160
 
 
 def test_a_page_of_one_slot_wastes_nothing_inside():
     slots = 799
-    pages = Server(Paged(slots, 1, spare=0.0), 100).run(arrivals(SHORT, 5, 500, 0), 500).mean
+    pages = SimServer(Paged(slots, 1, spare=0.0), 100).run(arrivals(SHORT, 5, 500, 0), 500).mean
     assert pages.internal == 0 and pages.reserved <= pages.sequences
     assert pages.waste < 0.05
 
 
 def test_outgrowing_a_reservation_is_an_error():
     with pytest.raises(ValueError, match="outgrew the 20 slots"):
-        Server(Contiguous(100, lambda r: 20)).run([Request(0, 10, 15)], 50)
+        SimServer(Contiguous(100, lambda r: 20)).run([SimRequest(0, 10, 15)], 50)
 
 
 @pytest.mark.parametrize("kind", [FirstFit, Buddy])
@@ -165,12 +165,12 @@ def test_buddies_round_up_and_rejoin():
 
 
 def test_lengths_are_those_stated_and_repeat():
-    chat = Workload("chat", Lognormal(161, 1.0), Lognormal(338, 1.0), max_length=10**9)
+    chat = SimWorkload("chat", Lognormal(161, 1.0), Lognormal(338, 1.0), max_length=10**9)
     lengths = list(islice(chat.lengths(0), 20_000))
     assert lengths == list(islice(chat.lengths(0), 20_000)) != list(islice(chat.lengths(1), 20_000))
     mean = lambda i: sum(pair[i] for pair in lengths) / len(lengths)
     assert (mean(0), mean(1)) == pytest.approx((161, 338), rel=0.03)
-    even = Workload("even", Uniform(3, 5), Uniform(7, 9), max_length=13)
+    even = SimWorkload("even", Uniform(3, 5), Uniform(7, 9), max_length=13)
     pairs = set(islice(even.lengths(0), 1000))
     assert pairs == {(p, o) for p in (3, 4, 5) for o in (7, 8, 9) if p + o <= 13}
 

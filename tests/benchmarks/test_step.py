@@ -1,4 +1,4 @@
-"""`python -m benchmarks step` without a GPU: its parts run, and are rows, and the bars judge
+"""`python -m benchmarks step` without a GPU: its parts run, and are rows, and the thresholds check
 them.
 """
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import step
-from onchip.cli.bench.harness import Refused, Session, judge
+from onchip.cli.bench.harness import RowRefused, Session, check_thresholds
 
 TINY = step.QWEN3 | {
     "vocab_size": 131,
@@ -50,11 +50,11 @@ def test_a_step_that_is_not_finite_is_refused():
         setup = step.Setup.of(TINY, 3, 37, CPU)
         step.check(setup)
         setup.model.embed.fill_(float("nan"))
-        with pytest.raises(Refused, match="not finite"):
+        with pytest.raises(RowRefused, match="not finite"):
             step.check(setup)
 
 
-def test_the_bars_are_the_budgets():
+def test_the_thresholds_are_the_budgets():
     row = lambda part, us: {"bench": "step", "kernel": part, "value": us, "unit": "us"}
     rows = [row("all but attention", 1999.0), row("draw", 151.0), row("attention", 9999.0)]
-    assert [v.ok for v in judge(rows, step.BARS)] == [True, False]
+    assert [v.ok for v in check_thresholds(rows, step.THRESHOLDS)] == [True, False]

@@ -1,4 +1,4 @@
-"""Tables are written from what was measured and asked, with nothing left out."""
+"""Tables contain every measured row and every `supports` result."""
 
 import json
 import sys

@@ -5,7 +5,7 @@ import torch
 
 import onchip
 from onchip.cli.bench import paged, tiers
-from onchip.cli.bench.harness import Inaccurate, Session, judge
+from onchip.cli.bench.harness import Inaccurate, Session, check_thresholds
 from onchip.kvcache import HostTier
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def test_bytes_that_do_not_come_back_get_no_row(monkeypatch):
         swapper.check()
 
 
-def test_streamed_keys_are_judged_and_measured(quick, monkeypatch):
+def test_streamed_keys_are_checked_and_measured(quick, monkeypatch):
     monkeypatch.setattr(tiers, "peak_extra_bytes", lambda job, device: (3_000_000, job()))
     (row,) = tiers.stream(quick, num_keys=700)
     assert row["device_gb"] == 0.003 and 0 < row["error"] < 1e-2
@@ -73,14 +73,14 @@ def test_rates_are_bytes_over_seconds_and_ratios_are_paired():
     assert row["ratio"] == pytest.approx(2.0) and row["band"][0] < 2.0
 
 
-def test_bars_of_copies():
+def test_thresholds_of_copies():
     case = tiers.Case("x", "none", torch.bfloat16, 128, 1)
     slow, fast = ((1_000, [1.3e-6] * 9), (1_000, [1.2e-6] * 9))
     copy = (1_000, [1e-6] * 9)
     rows = [tiers._copy_row(case, "swap out", fast, copy), tiers._beside_row(case, 1.3)]
     rows += [tiers._copy_row(case, "offload", slow, copy) | {"device_gb": 0.6}]
-    verdicts = judge(rows, [bar._replace(optional=True) for bar in paged.BARS])
-    assert {v.bar.name: v.ok for v in verdicts} == {
+    verdicts = check_thresholds(rows, [t._replace(optional=True) for t in paged.THRESHOLDS])
+    assert {v.threshold.name: v.ok for v in verdicts} == {
         "swap of a plain copy": True,
         "swap out beside computation": False,
         "offload of a plain copy": False,

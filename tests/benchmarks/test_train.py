@@ -1,5 +1,5 @@
-"""`python -m benchmarks train` at toy size: the same model for everybody, rows that say who was
-faster, and curves that are judged by how far two backends of torch come apart.
+"""`python -m benchmarks train` at toy size: the same model for all candidates, rows
+with their ratios, and curves that are compared with the distance of two torch backends.
 """
 
 import json
@@ -13,8 +13,8 @@ from benchmarks import curves, train, train_report
 from benchmarks.trainer import Trainer
 from onchip.cli import main
 from onchip.cli.bench import gpu
-from onchip.cli.bench.gpu import Race
-from onchip.cli.bench.harness import Inaccurate, Session, judge
+from onchip.cli.bench.gpu import Timing
+from onchip.cli.bench.harness import Inaccurate, Session, check_thresholds
 from onchip.models import ModelConfig, num_parameters
 
 CPU = torch.device("cpu")
@@ -27,16 +27,17 @@ def test_the_whole_of_it_runs_here(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train, "TOY_TOKENS", 256)
     monkeypatch.setattr(curves, "TOY_STEPS", 5)
     results, picture = tmp_path / "train.json", tmp_path / "curves.svg"
-    told = ["--json", str(results), "--plot", str(picture), "--threads", "1"]
-    assert main(["bench", "train", *told]) == 0
+    options = ["--json", str(results), "--plot", str(picture), "--threads", "1"]
+    assert main(["bench", "train", *options]) == 0
     rows = {(r["bench"], r["mask"]): r for r in json.loads(results.read_text())["rows"]}
     models = [("train", "toy gpt2"), ("train", "toy llama"), ("train padded", "toy bert")]
     assert list(rows) == [*models, ("train curves", "toy gpt2")]
     for row in (rows[model] for model in models):
         assert row["value"] > 0 and row["peers"] and row["best_peer"] in row["peers"]
         assert row["unit"] == "tokens/s" and row["error"] > 0 and len(row["band"]) == 2
-    said = capsys.readouterr().out
-    assert "There is no GPU here" in said and "cudnn is left out" in said and "missed" not in said
+    printed = capsys.readouterr().out
+    assert "There is no GPU here" in printed and "cudnn is left out" in printed
+    assert "missed" not in printed
     assert "<svg" in picture.read_text()
 
 
@@ -52,7 +53,7 @@ def test_layer_by_layer_is_the_decoder(shape):
 
 
 def test_a_timed_step_leaves_the_weights_as_they_are():
-    """So that whoever comes later has the loss of who came first."""
+    """So that a later candidate has the loss of the first."""
     config = train.at_length(train.TOY_GPT2, 16)
     trainer, batch = Trainer(config, CPU), train.random_batch(config, [16], CPU)
     attend = train.dense(train.sdpa("math", config, causal=True), 1)
@@ -111,8 +112,8 @@ def test_padded_and_packed_sequences_have_the_same_loss():
 
 
 def test_a_rival_with_another_loss_is_left_out():
-    config, said = train.at_length(train.TOY_GPT2, 16), []
-    session = Session(quick=True, say=said.append)
+    config, printed = train.at_length(train.TOY_GPT2, 16), []
+    session = Session(quick=True, say=printed.append)
     batch = train.random_batch(config, [16], CPU)
     attend = train.dense(train.sdpa("math", config, causal=True), 1)
     entered = {
@@ -122,14 +123,14 @@ def test_a_rival_with_another_loss_is_left_out():
     }
     case = train._case("toy", config, 16, 1)
     measured, _ = train.contest(session, case, Trainer(config, CPU), entered)
-    assert list(measured.times) == ["onchip"] and len(said) == 2
-    assert "its loss is" in said[0] and "ZeroDivisionError" in said[1]
+    assert list(measured.times) == ["onchip"] and len(printed) == 2
+    assert "its loss is" in printed[0] and "ZeroDivisionError" in printed[1]
 
 
 def test_wrong_attention_has_no_row():
     config = train.at_length(train.TOY_LLAMA, 64)
     with pytest.raises(Inaccurate):
-        train.judge_attention(lambda q, k, v: q + 1, config, 64, CPU)
+        train.check_attention(lambda q, k, v: q + 1, config, 64, CPU)
 
 
 def test_the_shapes_are_those_of_the_models_they_are_named_after():
@@ -150,11 +151,11 @@ def test_flops_are_six_a_weight_and_twelve_a_pair():
 
 
 def test_a_row_is_ours_against_the_best(monkeypatch):
-    race = Race({"onchip": [100.0] * 4, "slow": [300.0] * 4, "fast": [110.0] * 4}, 1.03, 3)
+    timing = Timing({"onchip": [100.0] * 4, "slow": [300.0] * 4, "fast": [110.0] * 4}, 1.03, 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     case = train._case("llama", train.at_length(train.TOY_LLAMA, 64), 64, 2)
     session = Session(device=torch.device("cuda"))
-    row = train._row(session, case, race, 1000, 98.95e12 / 2, ["slow", "fast", "absent"])
+    row = train._row(session, case, timing, 1000, 98.95e12 / 2, ["slow", "fast", "absent"])
     assert row["value"] == 10_000 and row["best_peer"] == "fast"
     assert row["ratio"] == pytest.approx(1.1) and row["mfu"]["onchip"] == pytest.approx(0.5)
     assert row["doubts"] == ["its A/A control is off by 3.0%"]
@@ -162,14 +163,15 @@ def test_a_row_is_ours_against_the_best(monkeypatch):
     assert len(heads) == len(line) and line[0] == "Llama 1.1B" and line[4] == "50%"
 
 
-def test_the_bars_are_those_of_the_issue():
+def test_the_thresholds_are_the_required_ones():
     def row(mask, n, ratio, bench="train"):
         columns = {"bench": bench, "mask": mask, "seqlen": n, "ratio": ratio, "unit": "x"}
         return columns | {"band": (ratio - 0.001, ratio + 0.001), "value": 0.0}
 
     rows = [row("llama", 2048, 0.985), row("llama", 16384, 1.03), row("llama", 32768, 1.04)]
     rows += [row("bert", 512, 1.9, "train padded"), row("gpt2", 1024, 0.5, "train curves")]
-    assert [v.ok for v in judge(rows, train.BARS)] == [False, True, False, True, False]
+    verdicts = check_thresholds(rows, train.THRESHOLDS)
+    assert [v.ok for v in verdicts] == [False, True, False, True, False]
 
 
 def test_curves_are_compared_with_those_of_the_first_backend():

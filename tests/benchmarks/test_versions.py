@@ -1,4 +1,4 @@
-"""The benchmarks of the examples, judged without a GPU: captures and kernels are stand-ins."""
+"""The benchmarks of the examples, tested without a GPU: captures and kernels are stand-ins."""
 
 import inspect
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ import onchip
 from benchmarks import ablation, versions
 from onchip.cli import main
 from onchip.cli.bench import gpu
-from onchip.cli.bench.gpu import Lane
+from onchip.cli.bench.gpu import Capture
 from onchip.cli.bench.harness import Case, Session
 
 CPU = torch.device("cpu")
@@ -21,11 +21,11 @@ CASE = Case("versions", "causal", torch.bfloat16, 16, 111, 2, 2)
 def stand_ins(monkeypatch):
     """Every example computes attention; a capture takes as long as its name says."""
     took = {"v1": 12.0, "v2": 3.0, "v3": 2.0, "v4": 1.6, "onchip": 1.0}
-    lane = lambda contender, backward: Lane(lambda: None, 1, took.get(contender.name, 2.0))
+    capture = lambda candidate, backward: Capture(lambda: None, 1, took.get(candidate.name, 2.0))
     attend = lambda q, k, v, causal, **options: (onchip.attention(q, k, v, causal=causal), None)
     monkeypatch.setattr(versions, "load", lambda name: SimpleNamespace(attention=attend))
-    monkeypatch.setattr(gpu, "open_lane", lane)
-    monkeypatch.setattr(gpu, "replay_in_order", lambda lanes: [x.ms for x in lanes])
+    monkeypatch.setattr(gpu, "capture_calls", capture)
+    monkeypatch.setattr(gpu, "replay_in_order", lambda captures: [x.ms for x in captures])
     monkeypatch.setattr(gpu, "still_there", lambda device: None)
     monkeypatch.setattr(gpu, "draw_sets", lambda case, device: [gpu.draw(case, device)])
 

@@ -18,10 +18,10 @@ def results():
     patch.setattr(demo, "QUICK_LENGTHS", (64, 129, 512))
     patch.setattr(demo, "QUICK_MASKED_LENGTH", 640)
     patch.setattr(demo, "MEMORY_CAP_BYTES", 2 * 4 * 4 * 500**2)
-    told = []
-    found = demo.run(quick=True, tell=lambda title, done: told.append((title, done)))
+    progress = []
+    found = demo.run(quick=True, tell=lambda title, done: progress.append((title, done)))
     patch.undo()
-    return found, told
+    return found, progress
 
 
 def test_every_method_is_measured_at_every_length(results):
@@ -102,7 +102,7 @@ def test_lengths_that_would_take_too_long_are_left_out(monkeypatch):
     report.page(found)
 
 
-def test_the_judge_is_exact_attention():
+def test_the_check_is_exact_attention():
     q, k, v = (torch.randn(1, 37, 2, 8) for _ in range(3))
     rows = torch.tensor([0, 5, 36])
     exact = demo.exact_rows(q, k, v, rows, causal(37).visible(rows))

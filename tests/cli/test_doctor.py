@@ -71,7 +71,8 @@ def test_first_calls_are_timed_and_refusals_left_out(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_memories_are_measured_and_nothing_compiles(monkeypatch, capsys):
-    rows = [levels.Measured("L1", 16384, 150e9, 0.0), levels.Measured("DRAM", 1 << 28, 6e9, None)]
+    timing = levels.LevelTiming
+    rows = [timing("L1", 16384, 150e9, 0.0), timing("DRAM", 1 << 28, 6e9, None)]
     monkeypatch.setattr(levels, "measure", lambda device, tell: rows)
     assert main(["doctor", "--measure"]) == 0
     out = capsys.readouterr().out
@@ -145,10 +146,10 @@ def test_models_of_our_own_and_of_transformers(monkeypatch):
 def test_it_says_how_a_model_would_run(tmp_path, capsys):
     models.save(models.builtin.tiny(), tmp_path)
     assert main(["doctor", "--model", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "llama, 7 layers, torch.float32" in told and "Runs natively" in told
+    printed = capsys.readouterr().out
+    assert "llama, 7 layers, torch.float32" in printed and "Runs natively" in printed
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     pytest.importorskip("transformers")
     assert main(["doctor", "--model", str(tmp_path)]) == 1
-    told = capsys.readouterr().out
-    assert "not served" in told and "more state than keys and values" in told
+    printed = capsys.readouterr().out
+    assert "not served" in printed and "more state than keys and values" in printed

@@ -9,7 +9,7 @@ import torch
 from onchip import quant
 from onchip.cli import main, tune
 from onchip.cli.bench import gpu
-from onchip.cli.bench.gpu import Lane
+from onchip.cli.bench.gpu import Capture
 from onchip.cli.bench.harness import Inaccurate, Session
 from onchip.cli.tune import CURRENT, Knob, Search, Table
 from onchip.kernels import tiles
@@ -28,22 +28,22 @@ def knob():
 def stand_ins(monkeypatch, knob):
     """A tile of 32 keys takes half of the time; with 8 warps the answer is wrong."""
 
-    def open_lane(contender, backward):
+    def capture_calls(candidate, backward):
         row = tiles.TRITON_SM90[knob.key]
-        return Lane(lambda: None, 1, 0.5 if row.tile_n == 32 else 1.0)
+        return Capture(lambda: None, 1, 0.5 if row.tile_n == 32 else 1.0)
 
-    monkeypatch.setattr(gpu, "open_lane", open_lane)
-    monkeypatch.setattr(gpu, "replay_in_order", lambda lanes: [x.ms for x in lanes])
+    monkeypatch.setattr(gpu, "capture_calls", capture_calls)
+    monkeypatch.setattr(gpu, "replay_in_order", lambda captures: [x.ms for x in captures])
     monkeypatch.setattr(gpu, "still_there", lambda device: None)
     monkeypatch.setattr(gpu, "draw_sets", lambda case, device: [gpu.draw(case, device)])
     monkeypatch.setattr(gpu, "TOKENS", 64)
 
-    def judge(self, device):
+    def check(self, device):
         row = tiles.TRITON_SM90[knob.key]
         if row.num_warps == 8:
             raise AssertionError("outside the accuracy rule")
 
-    monkeypatch.setattr(Search, "_judge", judge)
+    monkeypatch.setattr(Search, "_check_accuracy", check)
 
 
 def test_a_row_is_tried_inside_its_block_only():
@@ -77,32 +77,32 @@ def test_a_gain_within_the_noise_changes_nothing(knob):
     search = Search(knob, right=dict.fromkeys((CURRENT, "a", "b"), knob.row))
     even = gpu.Paired(1.0, 0.99, 1.01)
     search.ratios = {CURRENT: [even], "a": [gpu.Paired(1.2, 0.9, 1.4)], "b": [even]}
-    assert search.best == CURRENT and tune.lines([search]) == ["# every row of configs.py stands"]
+    assert search.best == CURRENT and tune.lines([search]) == ["# every row of tiles.py is kept"]
     search.ratios["b"] = [gpu.Paired(1.02, 1.005, 1.03)]
     assert search.best == "b"
 
 
 def test_a_candidate_that_cannot_be_captured_is_out(stand_ins, monkeypatch, knob):
-    def open_lane(contender, backward):
+    def capture_calls(candidate, backward):
         if tiles.TRITON_SM90[knob.key].tile_n == 32:
             raise RuntimeError("out of resources")
-        return Lane(lambda: None, 1, 1.0)
+        return Capture(lambda: None, 1, 1.0)
 
     search, session = Search(knob, 1), Session(device=CPU)
     steps = [step for _, step in search.steps(session)]
     for step in steps[:2]:
         step()
-    monkeypatch.setattr(gpu, "open_lane", open_lane)  # it fails in its second cell
+    monkeypatch.setattr(gpu, "capture_calls", capture_calls)  # it fails in its second cell
     assert steps[2]() and search.best == CURRENT
     assert search.refused["tile_n=32"] == "RuntimeError: out of resources"
     assert "tile_n=32" in search.ratios and "tile_n=32" not in search.gains()
 
 
 def test_a_present_row_that_is_wrong_ends_the_search(stand_ins, monkeypatch, knob):
-    def judge(self, device):
+    def check(self, device):
         raise AssertionError("wrong")
 
-    monkeypatch.setattr(Search, "_judge", judge)
+    monkeypatch.setattr(Search, "_check_accuracy", check)
     search = Search(knob)
     with pytest.raises(AssertionError):
         search.check(Session(device=CPU))
@@ -123,7 +123,7 @@ def test_candidates_differ_in_few_fields(most):
 
 
 def test_every_table_is_searched_on_the_devices_that_use_it():
-    """A new table of configs.py is a line of tune.py, or a name here."""
+    """A new table of tiles.py is a line of tune.py, or a name here."""
     names = lambda *capability: {k.table.name for k in tune.knobs(capability)}
     tables = {name for name, x in vars(tiles).items() if isinstance(x, dict) and name.isupper()}
     tables = {name for name in tables if name.startswith(("HOPPER_", "TRITON_"))}
@@ -142,6 +142,12 @@ def test_every_table_is_searched_on_the_devices_that_use_it():
     assert {k.parts[0] for k in chosen} == {"dkdv", "dq"} and {k.head_dim for k in chosen} == {128}
 
 
+@pytest.mark.parametrize("config", tune.VARIED)
+def test_varied_fields_are_fields_of_the_config(config):
+    """A field that tiles.py renames must be renamed in VARIED, or it is no longer searched."""
+    assert set(tune.VARIED[config]) <= set(getattr(tiles, config)._fields)
+
+
 def test_a_key_is_shown_as_python_and_knows_its_head_dim():
     knob = Knob(Table("HOPPER_FORWARD", "hopper", "forward"), 64)
     assert (str(knob), knob.head_dim) == ("HOPPER_FORWARD[64]", 64)
@@ -152,21 +158,21 @@ def test_rows_of_8_bits_vary_in_what_their_kernel_knows():
     rows = tune.candidates(Knob(table, 128), 1)
     assert {row.tile_n for row in rows.values()} == {128}
     assert {row.consumers for row in rows.values()} == {2, 3}
-    assert not any(name.startswith(("delay", "rescale", "pingpong")) for name in rows)
+    assert not any(name.startswith(("delay_pv_wait", "rescale", "pingpong")) for name in rows)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8", "int8_pv16"])
-def test_rows_of_8_bits_are_judged_by_their_recipe(precision):
+def test_rows_of_8_bits_are_checked_against_their_recipe(precision):
     q, k, v = make_qkv(1, 40, 150, num_heads=2, head_dim=64)
-    judge = partial(tune._assert_follows_recipe, q=q, k=k, v=v, precision=precision, causal=True)
+    check = partial(tune._assert_follows_recipe, q=q, k=k, v=v, precision=precision, causal=True)
 
     def attend(q, k, v, *, precision, causal, out_dtype, noise=0.0):
         out, _ = quant.attend(quant.recipes.RECIPES[precision], q, k, v, causal=causal)
         return out.to(out_dtype) + noise * torch.randn_like(out, dtype=out_dtype)
 
-    judge(attend)
+    check(attend)
     with pytest.raises(Inaccurate, match="the recipe's allows"):
-        judge(partial(attend, noise=0.1))
+        check(partial(attend, noise=0.1))
 
 
 def test_queries_do_not_arrive_where_the_output_leaves():

@@ -225,7 +225,7 @@ class TestTiles:
     @pytest.mark.parametrize("mask", papers.MASKS)
     @pytest.mark.parametrize("order", ["v1", "v2"])
     def test_the_state_shown_is_that_of_the_keys_seen_so_far(self, tab, order, mask):
-        """Judged in fp64 by state.lift over exactly the visible keys of the tiles visited."""
+        """Compared in fp64 with state.lift over exactly the visible keys of the tiles visited."""
         choose(tab, "tiles-order", order)
         choose(tab, "tiles-mask", mask)
         q, k, v = (x[0, :, 0].double() for x in papers.inputs(papers.SEQLEN, papers.HEAD_DIM))
@@ -270,7 +270,7 @@ class TestTiles:
 
 
 def visible_keys(mask):
-    """Query, key: who sees whom, densely."""
+    """The dense (query, key) visibility."""
     q, k = torch.arange(papers.SEQLEN)[:, None], torch.arange(papers.SEQLEN)[None]
     if mask == "none":
         return torch.ones(papers.SEQLEN, papers.SEQLEN, dtype=torch.bool)

@@ -1,9 +1,9 @@
 """Benchmarks that users run on their own machine: `onchip bench NAME`.
 
-A benchmark is a module with `run(session: harness.Session)`, which fills the session with rows,
-and `BARS`, the values that those rows must reach. A benchmark whose rows need their own tables has
-a report module: `print_report(console, rows, picture)` and `SHEETS`, the tables that documents
-include. The repository has more suites, in its folder benchmarks/: `python -m benchmarks`.
+A benchmark is a module with `run(session: harness.Session)`, which fills the session with rows, and
+`THRESHOLDS`, the bounds that the rows must meet. A benchmark with tables of its own has a report
+module: `print_report(console, rows, picture)` and `SHEETS`, the tables that documents include. The
+repository has more suites, in its folder benchmarks/: `python -m benchmarks`.
 """
 
 from importlib import import_module

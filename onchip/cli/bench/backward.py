@@ -14,9 +14,9 @@ from torch import Tensor
 
 import onchip
 from onchip.cli.bench import gpu, patterns
-from onchip.cli.bench.forward import flex_rivals, our_claims, sdpa_rivals
-from onchip.cli.bench.gpu import Claim, Contender, Inputs, Sampled
-from onchip.cli.bench.harness import Bar, Case, Inaccurate, Row, Rows, Session, worst_cell
+from onchip.cli.bench.forward import flex_rivals, our_specs, sdpa_rivals
+from onchip.cli.bench.gpu import GpuCandidate, Inputs, RowSpec, Sampled
+from onchip.cli.bench.harness import Case, Inaccurate, Row, Rows, Session, Threshold, worst_cell
 from onchip.core.dispatch import plan
 from onchip.testing import Report, Verdict, max_error, rmse, ulp
 
@@ -30,28 +30,30 @@ def _plain(row: Row) -> bool:
 
 
 def _share_ahead(rows: list[Row]) -> float:
-    """Cells at 1.00 or above, those whose band reaches it included."""
+    """The share of cells with a ratio of at least 1.00, or with a band that reaches 1.00."""
     return sum(r["ratio"] >= 1.0 or r["band"][1] >= 1.0 for r in rows) / len(rows)
 
 
-BARS = (
-    Bar("backward", _plain, at_least=1.05),
-    Bar("backward, worst cell", _plain, at_least=0.93, measure=worst_cell(0.93)),
-    Bar("backward, share of cells ahead", _plain, at_least=30 / 36, measure=_share_ahead, unit=""),
-    Bar(
+THRESHOLDS = (
+    Threshold("backward", _plain, at_least=1.05),
+    Threshold("backward, worst cell", _plain, at_least=0.93, measure=worst_cell(0.93)),
+    Threshold(
+        "backward, share of cells ahead", _plain, at_least=30 / 36, measure=_share_ahead, unit=""
+    ),
+    Threshold(
         "deterministic over plain, worst cell",
         lambda row: row["bench"] == "deterministic",
         at_least=0.75,
         measure=worst_cell(0.75),
     ),
-    Bar(
+    Threshold(
         "RMSE over cuDNN's",
-        lambda row: row["bench"] == "backward" and gpu.beside_cudnn(row),
+        lambda row: row["bench"] == "backward" and gpu.has_cudnn(row),
         at_most=1.02,
         measure=partial(gpu.worst_error, distributions=("normal",)),  # see rounding_model on dk
         unit="x",
     ),
-    Bar(
+    Threshold(
         "triton over FlexAttention",
         lambda row: row["kernel"] == "triton" and "flex" in row["ratios"],
         at_least=1.0,
@@ -74,27 +76,27 @@ def measure(session: Session, case: Case) -> list[Row]:
     pattern = patterns.plain(case.seqlen, case.mask)
     sets = gpu.draw_sets(case, session.device)
     samples = {"normal": sets[0], "outlier": gpu.draw(case, session.device, "outlier")}
-    judge = GradientJudge(samples, pattern.visible)
-    rivals = [*sdpa_rivals(case, sets, judge, SDPA), *flex_rivals(session, case, sets, judge)]
-    claims = our_claims(
-        "backward", pattern, sets, judge, rivals, kernel_of(sets[0], pattern.options)
-    )
-    same = Contender(
+    check = GradientCheck(samples, pattern.visible)
+    rivals = [*sdpa_rivals(case, sets, check, SDPA), *flex_rivals(session, case, sets, check)]
+    specs = our_specs("backward", pattern, sets, check, rivals, kernel_of(sets[0], pattern.options))
+    same = GpuCandidate(
         "deterministic",
         partial(onchip.attention, deterministic=True, **pattern.options),
         sets,
-        judge,
+        check,
         ours=True,
     )
     kernel = kernel_of(sets[0], {**pattern.options, "deterministic": True})
-    claims.append(Claim("deterministic", kernel, same, [claims[0].ours]))
-    return gpu.contest(session, case, claims, gpu.tflops(case))
+    specs.append(RowSpec("deterministic", kernel, same, [specs[0].ours]))
+    return gpu.contest(session, case, specs, gpu.tflops(case))
 
 
 def kernel_of(inputs: Inputs, options: dict) -> str:
-    """The kernel whose backward a plain call gets, which need not be that of its forward."""
-    asked = onchip.explain(*(x.detach().requires_grad_() for x in inputs[:3]), **options)
-    return plan(asked.problem, asked.device, backward=True).kernel
+    """The kernel that runs the backward of a plain call. It may differ from the kernel of the
+    forward.
+    """
+    explained = onchip.explain(*(x.detach().requires_grad_() for x in inputs[:3]), **options)
+    return plan(explained.problem, explained.device, backward=True).kernel
 
 
 class Problem64(NamedTuple):
@@ -112,7 +114,7 @@ class Problem64(NamedTuple):
         return self.q.shape[-1] ** -0.5
 
 
-class GradientJudge(Sampled):
+class GradientCheck(Sampled):
     """dq at sampled query rows, dk and dv at sampled keys, of the very backward that is timed.
 
     dq_i needs row i of the scores; dk_j and dv_j need column j, and of every row only lse_i and
@@ -158,10 +160,10 @@ class GradientJudge(Sampled):
         dq, dk, dv = (rounded(x.transpose(1, 2)) for x in (dq, dk, dv))
         return dq, dk, dv
 
-    def __call__(self, contender: Contender, strict: bool) -> dict[str, float]:
+    def __call__(self, candidate: GpuCandidate, strict: bool) -> dict[str, float]:
         errors = {}
         for name, inputs in self.samples.items():
-            out, gradients = contender.differentiate(tuple(map(contender.layout, inputs)))
+            out, gradients = candidate.differentiate(tuple(map(candidate.layout, inputs)))
             got = tuple(x[:, self.rows] for x in gradients())
             if strict:
                 self._hold(name, got, out.detach())

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import onchip
 from onchip.cli.bench import patterns
-from onchip.cli.bench.harness import Bar, Case, Contender, Exact, Row, Session, hold
+from onchip.cli.bench.harness import Candidate, Case, Exact, Row, Session, Threshold, hold
 from onchip.cli.bench.measure import peak_extra_bytes
 from onchip.cli.bench.patterns import Pattern, document_ends
 from onchip.cli.bench.peers import heads_first, sdpa
@@ -53,30 +53,36 @@ def _is(bench: str, **columns: object) -> Callable[[Row], bool]:
 
 
 BOTH = "forward+backward"
-BARS = (
-    Bar("forward", _is("dense", **{"pass": "forward"}), at_least=0.95),
-    Bar("forward+backward, fp32", _is("dense", dtype="float32", **{"pass": BOTH}), at_least=0.90),
-    Bar(
+THRESHOLDS = (
+    Threshold("forward", _is("dense", **{"pass": "forward"}), at_least=0.95),
+    Threshold(
+        "forward+backward, fp32", _is("dense", dtype="float32", **{"pass": BOTH}), at_least=0.90
+    ),
+    Threshold(
         "forward+backward, bf16",
         _is("dense", dtype="bfloat16", **{"pass": BOTH}),
         at_least=0.55,
         optional=True,  # of CPUs that have instructions for bf16
     ),
-    Bar("window", _is("masked", mask="window 256", **{"pass": "forward"}), at_least=8),
-    Bar("documents", _is("masked", mask="16 documents", **{"pass": "forward"}), at_least=6),
-    Bar("random blocks", _is("masked", mask="10% of blocks", **{"pass": "forward"}), at_least=5),
-    Bar("window, forward+backward", _is("masked", mask="window 256", **{"pass": BOTH}), at_least=4),
-    Bar(
+    Threshold("window", _is("masked", mask="window 256", **{"pass": "forward"}), at_least=8),
+    Threshold("documents", _is("masked", mask="16 documents", **{"pass": "forward"}), at_least=6),
+    Threshold(
+        "random blocks", _is("masked", mask="10% of blocks", **{"pass": "forward"}), at_least=5
+    ),
+    Threshold(
+        "window, forward+backward", _is("masked", mask="window 256", **{"pass": BOTH}), at_least=4
+    ),
+    Threshold(
         "documents, forward+backward",
         _is("masked", mask="16 documents", **{"pass": BOTH}),
         at_least=4,
     ),
-    Bar("packed against padded", _is("packed"), at_least=2.5),
-    Bar("memory, forward", _is("memory", **{"pass": "forward"}), at_most=64),
-    Bar("memory, forward+backward", _is("memory", **{"pass": BOTH}), at_most=160),
-    Bar("building a mask", _is("mask build"), at_most=20),
-    Bar("import", _is("import"), at_most=300),
-    Bar("host time of a call", _is("host"), at_most=60),
+    Threshold("packed against padded", _is("packed"), at_least=2.5),
+    Threshold("memory, forward", _is("memory", **{"pass": "forward"}), at_most=64),
+    Threshold("memory, forward+backward", _is("memory", **{"pass": BOTH}), at_most=160),
+    Threshold("building a mask", _is("mask build"), at_most=20),
+    Threshold("import", _is("import"), at_most=300),
+    Threshold("host time of a call", _is("host"), at_most=60),
 )
 
 
@@ -124,8 +130,8 @@ def contest(
     sizes: dict[str, Any] = dict(num_heads=case.num_heads, head_dim=case.head_dim, dtype=case.dtype)
     q, k, v = x = tuple(heads_first(t) for t in make_qkv(case.batch, case.seqlen, **sizes))
     kernel = onchip.explain(q, k, v, **pattern.options).plan.kernel
-    ours = Contender("onchip", partial(onchip.attention, **pattern.options), x)
-    rivals = [Contender(name, partial(sdpa, **given), x) for name, given in peers().items()]
+    ours = Candidate("onchip", partial(onchip.attention, **pattern.options), x)
+    rivals = [Candidate(name, partial(sdpa, **mask), x) for name, mask in peers().items()]
     return session.contest(case, kernel, ours, rivals, Exact(q, k, v, pattern.visible))
 
 
@@ -151,8 +157,8 @@ def packed_contest(session: Session, case: Case, lengths: list[int], causal: boo
     attend = lambda q, k, v: onchip.varlen_attention(q, k, v, causal=causal, **x.options)
     padded = tuple(heads_first(pad(t, real)) for t in x[:3])
     hidden = {"is_causal": True} if causal else {"attn_mask": real[:, None, None]}
-    ours = Contender("onchip", attend, x[:3])
-    peer = Contender("sdpa padded", partial(sdpa, **hidden), padded, lambda out: out[real])
+    ours = Candidate("onchip", attend, x[:3])
+    peer = Candidate("sdpa padded", partial(sdpa, **hidden), padded, lambda out: out[real])
     kernel = onchip.explain(*x[:3], causal=causal, **x.options).plan.kernel
     return session.contest(case, kernel, ours, [peer], PackedExact(x, causal))
 
@@ -165,19 +171,19 @@ def pad(x: Tensor, real: Tensor) -> Tensor:
 
 
 class PackedExact:
-    """The judge of packed results: all rows, sequence by sequence."""
+    """The check of packed results: all rows, sequence by sequence."""
 
     def __init__(self, x, causal: bool):
         self.x, self.options = x, {"causal": causal, **x.options}
         cu = {name: self.options[name] for name in ("causal", "cu_seqlens_q", "cu_seqlens_k")}
         self.out = oracle(*x[:3], **cu).out
 
-    def check(self, contender: Contender, backward: bool) -> float:
-        hold(contender.forward(), *self.x[:3], grad=backward, **self.options)
-        return self.error(contender)
+    def check(self, candidate: Candidate, backward: bool) -> float:
+        hold(candidate.forward(), *self.x[:3], grad=backward, **self.options)
+        return self.error(candidate)
 
-    def error(self, contender: Contender) -> float:
-        return rmse(contender.judged(contender.forward()), self.out)
+    def error(self, candidate: Candidate) -> float:
+        return rmse(candidate.to_check_layout(candidate.forward()), self.out)
 
 
 def other_steps(session: Session) -> Iterator[Step]:
@@ -207,7 +213,7 @@ def print_peak(n: int, backward: bool) -> None:
     """Runs in the child: one call over n tokens, after a small one that loads what is to load."""
     peak = None
     for seqlen in (128, n):
-        ours = Contender("onchip", onchip.attention, make_qkv(1, seqlen, num_heads=1))
+        ours = Candidate("onchip", onchip.attention, make_qkv(1, seqlen, num_heads=1))
         _ = ours.dout if backward else None
         peak, _ = peak_extra_bytes(ours.job(backward), torch.device("cpu"))
     print(peak)
@@ -246,9 +252,9 @@ def host_time(session: Session, calls: int = 300) -> Row:
     """A call so small that only its fixed cost is left, without gradients."""
     q, k, v = make_qkv(1, 4, num_heads=1, head_dim=8)
     theirs = tuple(heads_first(x) for x in (q, k, v))
-    contenders = (Contender("onchip", onchip.attention, (q, k, v)), Contender("sdpa", sdpa, theirs))
+    candidates = (Candidate("onchip", onchip.attention, (q, k, v)), Candidate("sdpa", sdpa, theirs))
     repeat = lambda job: lambda: [job() for _ in range(calls)]
-    best = session.clock({c.name: repeat(c.job(False)) for c in contenders})
+    best = session.clock({c.name: repeat(c.job(False)) for c in candidates})
     case = Case("host", "none", torch.float32, 8, 4, num_heads=1)
     per_call_us = {name: t / calls * 1e6 for name, t in best.items()}
     kernel = onchip.explain(q, k, v).plan.kernel

@@ -1,8 +1,7 @@
 """`onchip bench forward`: the forward pass, cell by cell, against the peers of the same run.
 
-Rows named "forward" are what a plain call gets; "forward triton" and "forward hopper" are kernels
-asked for by name, where a plain call gets another one. A row without FlashAttention-3 beside it
-does not count.
+Rows named "forward" time a plain call. "forward triton" and "forward hopper" request a kernel by
+name where a plain call runs another one. A row without FlashAttention-3 as a peer does not count.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,8 +9,8 @@ from functools import partial
 
 import onchip
 from onchip.cli.bench import gpu, patterns, peers
-from onchip.cli.bench.gpu import Claim, Contender, Inputs, Judge
-from onchip.cli.bench.harness import Bar, Case, Row, Session, worst_cell
+from onchip.cli.bench.gpu import GpuAccuracyCheck, GpuCandidate, Inputs, RowSpec
+from onchip.cli.bench.harness import Case, Row, Session, Threshold, worst_cell
 from onchip.cli.bench.patterns import Pattern
 
 KERNELS = ("hopper", "triton")
@@ -26,17 +25,17 @@ def _beside_flex(row: Row) -> bool:
     return row["kernel"] == "triton" and "flex" in row["ratios"]
 
 
-BARS = (
-    Bar("forward", _plain, at_least=1.0),
-    Bar("forward, worst cell", _plain, at_least=0.92, measure=worst_cell(0.92)),
-    Bar(
+THRESHOLDS = (
+    Threshold("forward", _plain, at_least=1.0),
+    Threshold("forward, worst cell", _plain, at_least=0.92, measure=worst_cell(0.92)),
+    Threshold(
         "RMSE over cuDNN's",
-        lambda row: row["bench"] == "forward" and gpu.beside_cudnn(row),
+        lambda row: row["bench"] == "forward" and gpu.has_cudnn(row),
         at_most=1.02,
         measure=gpu.worst_error,
         unit="x",
     ),
-    Bar(
+    Threshold(
         "triton over FlexAttention",
         _beside_flex,
         at_least=1.0,
@@ -59,67 +58,69 @@ def measure(session: Session, case: Case) -> list[Row]:
     pattern = patterns.plain(case.seqlen, case.mask)
     sets = gpu.draw_sets(case, session.device)
     samples = {"normal": sets[0], "outlier": gpu.draw(case, session.device, "outlier")}
-    judge = gpu.OutputJudge(samples, pattern.visible)
-    rivals = [*sdpa_rivals(case, sets, judge, SDPA), *other_rivals(session, case, sets, judge)]
-    claims = our_claims("forward", pattern, sets, judge, rivals)
-    return gpu.contest(session, case, claims, gpu.tflops(case), required=("fa3",))
+    check = gpu.OutputCheck(samples, pattern.visible)
+    rivals = [*sdpa_rivals(case, sets, check, SDPA), *other_rivals(session, case, sets, check)]
+    specs = our_specs("forward", pattern, sets, check, rivals)
+    return gpu.contest(session, case, specs, gpu.tflops(case), required=("fa3",))
 
 
-def our_claims(
+def our_specs(
     bench: str,
     pattern: Pattern,
     sets: Sequence[Inputs],
-    judge: Judge,
-    rivals: Sequence[Contender],
+    check: GpuAccuracyCheck,
+    rivals: Sequence[GpuCandidate],
     kernel: str | None = None,
-) -> list[Claim]:
+) -> list[RowSpec]:
     """A plain call, then by name each GPU kernel that is not `kernel`, the one it gets."""
     attend = partial(onchip.attention, **pattern.options)
     plain = kernel or onchip.explain(*sets[0][:3], **pattern.options).plan.kernel
-    claims = [Claim(bench, plain, Contender("onchip", attend, sets, judge, ours=True), rivals)]
+    specs = [RowSpec(bench, plain, GpuCandidate("onchip", attend, sets, check, ours=True), rivals)]
     for name in KERNELS:
         if name != plain:
-            by_name = Contender(name, partial(attend, kernel=name), sets, judge, ours=True)
-            claims.append(Claim(f"{bench} {name}", name, by_name, rivals))
-    return claims
+            by_name = GpuCandidate(name, partial(attend, kernel=name), sets, check, ours=True)
+            specs.append(RowSpec(f"{bench} {name}", name, by_name, rivals))
+    return specs
 
 
 def sdpa_rivals(
-    case: Case, sets: Sequence[Inputs], judge: Judge, names: Sequence[str]
-) -> list[Contender]:
+    case: Case, sets: Sequence[Inputs], check: GpuAccuracyCheck, names: Sequence[str]
+) -> list[GpuCandidate]:
     """Each SDPA backend in either layout: the faster one will count."""
     causal = case.mask == "causal"
     attends = {name: peers.backend(name, is_causal=causal) for name in names}
-    pairs = (gpu.both_layouts(name, attend, sets, judge) for name, attend in attends.items())
-    return [contender for pair in pairs for contender in pair]
+    pairs = (gpu.both_layouts(name, attend, sets, check) for name, attend in attends.items())
+    return [candidate for pair in pairs for candidate in pair]
 
 
 def other_rivals(
-    session: Session, case: Case, sets: Sequence[Inputs], judge: Judge
-) -> list[Contender]:
-    """FlashAttention-3 if it is installed, FlexAttention if it was asked for."""
+    session: Session, case: Case, sets: Sequence[Inputs], check: GpuAccuracyCheck
+) -> list[GpuCandidate]:
+    """FlashAttention-3 if it is installed, FlexAttention if the session has `flex`."""
     causal = case.mask == "causal"
     makers = {"fa3": lambda: peers.fa3(causal=causal)}
-    return available(session, makers, sets, judge) + flex_rivals(session, case, sets, judge)
+    return available(session, makers, sets, check) + flex_rivals(session, case, sets, check)
 
 
 def flex_rivals(
-    session: Session, case: Case, sets: Sequence[Inputs], judge: Judge
-) -> list[Contender]:
+    session: Session, case: Case, sets: Sequence[Inputs], check: GpuAccuracyCheck
+) -> list[GpuCandidate]:
     if not session.flex:
         return []
     mod = (lambda b, h, q, k: q >= k) if case.mask == "causal" else None
     makers = {"flex": lambda: peers.flex(case.seqlen, mod, session.device)}
-    return available(session, makers, sets, judge)
+    return available(session, makers, sets, check)
 
 
-def available(session: Session, makers: dict, sets, judge: Judge) -> list[Contender]:
-    """The contenders that can be made here; why another cannot is said once."""
+def available(session: Session, makers: dict, sets, check: GpuAccuracyCheck) -> list[GpuCandidate]:
+    """The candidates that can be built on this machine; the reason for each missing one is printed
+    once.
+    """
     found = []
     for name, make in makers.items():
         layout = peers.heads_first if name == "flex" else (lambda x: x)
         try:
-            found.append(Contender(name, make(), sets, judge, layout=layout))
+            found.append(GpuCandidate(name, make(), sets, check, layout=layout))
         except Exception as error:
             session.note(f"{name} is left out: {gpu.sentence(error)}")
     return found

@@ -1,15 +1,15 @@
-"""What the GPU benchmarks share: GPU time by replaying CUDA graphs, contenders in turns.
+"""The frame of the GPU benchmarks: GPU time by CUDA graph replay, candidates in turns.
 
-A sample is one replay of about 5 ms of calls, whose inputs rotate over more than twice the L2. A
-round is one sample of every contender, in an order in which each comes after every other equally
-often, and the rounds follow one another without a pause. What is reported is the median over the
-rounds of the paired ratios, and their 10-90 % band. The first contender is captured twice: if the
-median ratio of it to itself, the A/A control, is more than 1.5 % from 1, the cell is measured
-again. Clock and power are read while it runs and never set.
+A sample is one replay of about 5 ms of calls, with inputs that rotate over more than twice the L2.
+A round is one sample of every candidate, in an order in which each candidate follows every other
+equally often. Rounds run without a pause. A row reports the median over the rounds of the paired
+ratios, and their 10-90 % band. The first candidate is captured twice: if the median ratio of the
+two captures, the A/A control, is more than 1.5 % from 1, the cell is measured again. Clock and
+power are read during the cell and never set.
 
 Columns of a row beyond the schema's: `band` [low, high] of `ratio`; `ratios` {peer: [ratio, low,
-high]}; `errors` {contender: {distribution: RMSE}}; `control` the A/A ratio; `tries`; `sm_mhz` and
-`power_w` during the cell; `doubts`, sentences that say why the row does not count (none: it does).
+high]}; `errors` {candidate: {distribution: RMSE}}; `control` the A/A ratio; `tries`; `sm_mhz` and
+`power_w` during the cell; `doubts`, the reasons why the row does not count (none: it counts).
 """
 
 import gc
@@ -31,8 +31,8 @@ from onchip.cli.bench.harness import (
     CHECKED_ROWS,
     Case,
     Inaccurate,
-    Refused,
     Row,
+    RowRefused,
     Rows,
     Session,
     geomean,
@@ -45,7 +45,7 @@ from onchip.testing import oracle, rmse
 SAMPLE_MS, MAX_CALLS = 5.0, 2000
 ROUNDS, QUICK_ROUNDS = 30, 6
 CONTROL_LIMIT, TRIES = 0.015, 3
-PEER_LIMIT = 2.0  # a peer whose RMSE is this many times ours does not compute the same thing
+PEER_LIMIT = 2.0  # a peer with this many times our RMSE does not compute the same function
 TOKENS, HIDDEN = 16384, 2048
 LENGTHS, HEAD_DIMS = (512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256)
 QUICK_LENGTHS, QUICK_HEAD_DIMS = (1024,), (64, 128)
@@ -54,7 +54,7 @@ Step = tuple[str, Callable[[], list[Row]]]
 
 
 class DeviceLost(OSError):
-    """The GPU answers every call with an error: nothing more can be measured in this process."""
+    """Every CUDA call fails: nothing more can be measured in this process."""
 
 
 def device() -> torch.device:
@@ -64,9 +64,9 @@ def device() -> torch.device:
 
 
 def run(session: Session, steps: Callable[[], Iterable[Step]]) -> None:
-    """Measure the steps with the GPU watched; a step that fails refuses its row and costs no other.
+    """Measure the steps under a Monitor. A step that fails loses its own row and no other.
 
-    steps is a function, so that nothing of it runs where there is no GPU.
+    steps is a function, so that none of its code runs without a GPU.
     """
     session.device = device()
     session.where = {"device": torch.cuda.get_device_name(session.device), "clocks": {}}
@@ -78,11 +78,11 @@ def run(session: Session, steps: Callable[[], Iterable[Step]]) -> None:
 def _guarded(session: Session, step: Callable[[], list[Row]]) -> list[Row]:
     try:
         rows = step()
-    except Refused:
+    except RowRefused:
         raise
     except Exception as error:
         still_there(session.device)
-        raise Refused(sentence(error)) from error
+        raise RowRefused(sentence(error)) from error
     finally:
         gc.collect()
     session.where["clocks"] = _typical([*session.rows, *rows])
@@ -90,14 +90,14 @@ def _guarded(session: Session, step: Callable[[], list[Row]]) -> list[Row]:
 
 
 def _typical(rows: list[Row]) -> dict[str, float]:
-    """The medians of the clocks and of the power of all rows that have them."""
+    """The medians of clock and power over all rows that have them."""
     names = ("sm_mhz", "power_w")
     read = {name: [r[name] for r in rows if r.get(name) is not None] for name in names}
     return {name: statistics.median(values) for name, values in read.items() if values}
 
 
 def still_there(device: torch.device) -> None:
-    """DeviceLost if an earlier kernel has left the GPU unusable."""
+    """Raise DeviceLost if an earlier kernel left the GPU unusable."""
     try:
         torch.cuda.synchronize(device)
         torch.zeros(1, device=device).item()
@@ -108,29 +108,29 @@ def still_there(device: torch.device) -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """The first line of an error that says something, with its type."""
+    """The type of an error and its first line that is not blank."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
-class Judge(Protocol):
+class GpuAccuracyCheck(Protocol):
     """RMSE by distribution. strict: Inaccurate if the accuracy rule is broken on any of them."""
 
-    def __call__(self, contender: "Contender", strict: bool) -> dict[str, float]: ...
+    def __call__(self, candidate: "GpuCandidate", strict: bool) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
-class Contender:
-    """attend(q, k, v) -> out on every set of inputs, each stored the way `layout` stores it.
+class GpuCandidate:
+    """attend(q, k, v) -> out on every set of inputs, each stored in `layout`.
 
-    Contenders of the same name are ways to call the same thing: the fastest of them counts. ours:
-    held to the accuracy rule.
+    Candidates of the same name are ways to call the same kernel: the fastest of them counts. ours:
+    the accuracy rule applies.
     """
 
     name: str
     attend: Attend
     sets: Sequence[Inputs]
-    judge: Judge
+    check: GpuAccuracyCheck
     layout: Callable[[Tensor], Tensor] = lambda x: x
     ours: bool = False
 
@@ -143,7 +143,7 @@ class Contender:
             return self.attend(*map(self.layout, inputs[:3]))
 
     def jobs(self, backward: bool) -> list[Callable[[], object]]:
-        """One job per set. A backward pass runs on the stream of its forward, which runs here."""
+        """One job per set. A backward job runs its forward here; its backward uses that stream."""
         stored = [tuple(map(self.layout, inputs)) for inputs in self.sets]
         make = self._backward_job if backward else self._forward_job
         return [make(inputs) for inputs in stored]
@@ -167,26 +167,26 @@ def _without_grad(attend: Attend, inputs: Inputs) -> Tensor:
         return attend(*inputs)
 
 
-def both_layouts(name: str, attend: Attend, sets: Sequence[Inputs], judge: Judge):
-    """A peer that takes (batch, heads, seqlen, head_dim) but may like a transposed view as well."""
+def both_layouts(name: str, attend: Attend, sets: Sequence[Inputs], check: GpuAccuracyCheck):
+    """A peer for (batch, heads, seqlen, head_dim), contiguous and as a transposed view."""
     return (
-        Contender(name, attend, sets, judge, layout=heads_first),
-        Contender(name, attend, sets, judge),
+        GpuCandidate(name, attend, sets, check, layout=heads_first),
+        GpuCandidate(name, attend, sets, check),
     )
 
 
-class Claim(NamedTuple):
-    """A row to be: ours, its `bench` and `kernel` columns, and whom it is compared with."""
+class RowSpec(NamedTuple):
+    """One row to measure: our candidate, its `bench` and `kernel` columns, and its peers."""
 
     bench: str
     kernel: str
-    ours: Contender
-    against: Sequence[Contender]
+    ours: GpuCandidate
+    against: Sequence[GpuCandidate]
 
 
 class Sampled:
-    """Inputs by name, and the rows of queries (and of keys) on which fp64 judges what a contender
-    makes of them. visible(rows) -> bool (rows, seqlen_k).
+    """Inputs by name, and the sampled query (and key) rows on which results are compared with fp64.
+    visible(rows) -> bool (rows, seqlen_k).
     """
 
     def __init__(self, samples: dict[str, Inputs], visible: Rows):
@@ -198,11 +198,11 @@ class Sampled:
         return sample_rows(q.shape[1], CHECKED_ROWS).to(q.device)
 
 
-class OutputJudge(Sampled):
-    """fp64 on a sample of query rows, of the very call that is timed and of further inputs.
+class OutputCheck(Sampled):
+    """fp64 on a sample of query rows, for the inputs of the timed call and for further inputs.
 
-    The rows go through `onchip.testing.assert_accurate`, the one rule of the package; only
-    (sampled rows x seqlen_k) scores are ever stored.
+    The rows are checked by `onchip.testing.assert_accurate`, the accuracy rule of the package. Only
+    (sampled rows x seqlen_k) scores are stored.
     """
 
     @cached_property
@@ -211,10 +211,10 @@ class OutputJudge(Sampled):
         answer = lambda q, k, v: oracle(q[:, self.rows], k, v, mask=mask).out
         return {name: answer(*inputs[:3]) for name, inputs in self.samples.items()}
 
-    def __call__(self, contender: Contender, strict: bool) -> dict[str, float]:
+    def __call__(self, candidate: GpuCandidate, strict: bool) -> dict[str, float]:
         errors = {}
         for name, inputs in self.samples.items():
-            out = contender.forward(inputs)[:, self.rows]
+            out = candidate.forward(inputs)[:, self.rows]
             if strict:
                 q, k, v = inputs[:3]
                 hold(out, q[:, self.rows], k, v, mask=self.visible(self.rows))
@@ -231,23 +231,23 @@ class Paired(NamedTuple):
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Paired:
-    """theirs / ours round by round: above 1 means that ours takes less time."""
+    """theirs / ours by round: above 1 means that ours takes less time."""
     ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
     tenths = statistics.quantiles(ratios, n=10, method="inclusive")
     return Paired(statistics.median(ratios), tenths[0], tenths[-1])
 
 
-class Lane(NamedTuple):
-    """A captured contender: replay() launches `calls` calls; ms is what one took when probed."""
+class Capture(NamedTuple):
+    """A captured candidate: replay() launches `calls` calls; ms is the probed time of one call."""
 
     replay: Callable[[], object]
     calls: int
     ms: float
-    holds: object = None  # what the graph reads and must not be freed
+    holds: object = None  # keeps the memory alive that the graph reads
 
 
-class Race(NamedTuple):
-    """Milliseconds of one call by contender and round; the A/A ratio; how many tries it took."""
+class Timing(NamedTuple):
+    """Milliseconds of one call by candidate and round; the A/A ratio; the number of tries."""
 
     times: dict[str, list[float]]
     control: float
@@ -260,21 +260,22 @@ class Race(NamedTuple):
         return statistics.median(self.times[name])
 
 
-def race(
-    lanes: dict[str, Lane],
-    control: Lane,
+def time_captures(
+    captures: dict[str, Capture],
+    control: Capture,
     rounds: int,
-    sample: Callable[[list[Lane]], list[float]] | None = None,
-) -> Race:
-    """All lanes in turns; control is another capture of the first. While the control is off by more
-    than CONTROL_LIMIT there is another try, TRIES at most; the one with the best control counts.
+    sample: Callable[[list[Capture]], list[float]] | None = None,
+) -> Timing:
+    """Replay all captures in turns; control is a second capture of the first.
 
-    sample(lanes) -> milliseconds of one call of each, run in that order.
+    While the A/A ratio is off by more than CONTROL_LIMIT, measure again, at most TRIES times; the
+    try with the best A/A ratio counts. sample(captures) -> milliseconds of one call of each, run in
+    that order.
     """
-    first, runs = next(iter(lanes)), []
+    first, runs = next(iter(captures)), []
     while len(runs) < TRIES:
-        times = alternate([*lanes.items(), ("", control)], rounds, sample or replay_in_order)
-        runs.append(Race(times, paired(times[first], times.pop("")).ratio, 0))
+        times = alternate([*captures.items(), ("", control)], rounds, sample or replay_in_order)
+        runs.append(Timing(times, paired(times[first], times.pop("")).ratio, 0))
         if abs(runs[-1].control - 1) <= CONTROL_LIMIT:
             break
     best = min(runs, key=lambda run: abs(run.control - 1))
@@ -282,64 +283,66 @@ def race(
 
 
 def alternate(
-    lanes: Sequence[tuple[str, Lane]], rounds: int, sample: Callable[[list[Lane]], list[float]]
+    captures: Sequence[tuple[str, Capture]],
+    rounds: int,
+    sample: Callable[[list[Capture]], list[float]],
 ) -> dict[str, list[float]]:
-    """Milliseconds by name, one per round; one more round comes first and warms the GPU up."""
-    orders = balanced(len(lanes))
-    order = [lanes[x] for i in range(rounds + 1) for x in orders[i % len(orders)]]
-    times: dict[str, list[float]] = {name: [] for name, _ in lanes}
-    for (name, _), ms in zip(order, sample([lane for _, lane in order]), strict=True):
+    """Milliseconds by name, one per round, after an extra round that warms up the GPU."""
+    orders = balanced(len(captures))
+    order = [captures[x] for i in range(rounds + 1) for x in orders[i % len(orders)]]
+    times: dict[str, list[float]] = {name: [] for name, _ in captures}
+    for (name, _), ms in zip(order, sample([capture for _, capture in order]), strict=True):
         times[name].append(ms)
     return {name: measured[1:] for name, measured in times.items()}
 
 
 def balanced(num: int) -> list[list[int]]:
-    """Orders of so many contenders in which each comes right after every other equally often
-    (Williams, 1949). At its power limit a GPU is faster after somebody who used less: in an order
-    and its reverse, where neighbours stay neighbours, a kernel beat itself by 2.4 %.
+    """Orders of `num` candidates in which each directly follows every other equally often
+    (Williams, 1949). At its power limit a GPU is faster after a kernel that used less power. With
+    an order and its reverse, which keep the neighbours, a kernel beat itself by 2.4 %.
     """
     first = [x // 2 if x % 2 == 0 else num - 1 - x // 2 for x in range(num)]
     orders = [[(x + i) % num for x in first] for i in range(num)]
     return orders if num % 2 == 0 else orders + [order[::-1] for order in orders]
 
 
-def replay_in_order(lanes: list[Lane]) -> list[float]:
-    """Everything is queued at once: while one graph runs, the next is launched, so that no launch
-    is timed and the GPU never rests. For the first one it waits half a millisecond."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in lanes]
+def replay_in_order(captures: list[Capture]) -> list[float]:
+    """Queue all replays at once: the next graph is launched while one runs, so that no launch is
+    timed and the GPU is never idle. A sleep of half a millisecond covers the first launch."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in captures]
     torch.cuda._sleep(1_000_000)
-    for lane, (start, end) in zip(lanes, events, strict=True):
+    for capture, (start, end) in zip(captures, events, strict=True):
         start.record()
-        lane.replay()
+        capture.replay()
         end.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) / x.calls for x, (a, b) in zip(lanes, events, strict=True)]
+    return [a.elapsed_time(b) / x.calls for x, (a, b) in zip(captures, events, strict=True)]
 
 
-def sampler(device: torch.device) -> Callable[[list[Lane]], list[float]]:
-    """What `race` samples lanes of this device with."""
+def sampler(device: torch.device) -> Callable[[list[Capture]], list[float]]:
+    """The `sample` argument of `time_captures` for a device."""
     if device.type == "cuda":
         return replay_in_order
-    return lambda lanes: [seconds(lane.replay, device) * 1e3 / lane.calls for lane in lanes]
+    return lambda captures: [seconds(c.replay, device) * 1e3 / c.calls for c in captures]
 
 
-def open_lane(contender: Contender, backward: bool) -> Lane:
-    """Capture about SAMPLE_MS of calls. How many that is, a small graph tells: run eagerly, a short
-    call would show the time of its launch."""
+def capture_calls(candidate: GpuCandidate, backward: bool) -> Capture:
+    """Capture about SAMPLE_MS of calls. A small graph measures one call first: run eagerly, a short
+    call would take the time of its launch."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        jobs = contender.jobs(backward)
+        jobs = candidate.jobs(backward)
         for job in (jobs[0], jobs[-1], jobs[0]):
             job()
     torch.cuda.synchronize()
-    probe = Lane(_graph(jobs, min(len(jobs), 8), stream).replay, min(len(jobs), 8), 0.0)
+    probe = Capture(_graph(jobs, min(len(jobs), 8), stream).replay, min(len(jobs), 8), 0.0)
     ms = min(replay_in_order([probe, probe]))
     calls = calls_per_sample(ms, len(jobs))
     graph = _graph(jobs, calls, stream)
     graph.replay()  # the first replay uploads the graph
     torch.cuda.synchronize()
-    return Lane(graph.replay, calls, ms, jobs)
+    return Capture(graph.replay, calls, ms, jobs)
 
 
 def _graph(jobs: list[Callable], calls: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
@@ -351,13 +354,13 @@ def _graph(jobs: list[Callable], calls: int, stream: torch.cuda.Stream) -> torch
 
 
 def calls_per_sample(ms: float, num_sets: int) -> int:
-    """About SAMPLE_MS of calls of `ms`, but every set equally often, and at least once."""
+    """The number of calls in about SAMPLE_MS, with every set used equally often, at least once."""
     wanted = min(MAX_CALLS, max(1.0, SAMPLE_MS / max(ms, 1e-6)))
     return num_sets * max(1, round(wanted / num_sets))
 
 
 def num_sets(set_bytes: int, l2_bytes: int) -> int:
-    """The least number of sets that together are more than twice the L2."""
+    """The least number of sets with more than twice the bytes of the L2."""
     return 2 * l2_bytes // set_bytes + 1
 
 
@@ -429,58 +432,58 @@ def tflops(case: Case) -> Scale:
 def contest(
     session: Session,
     case: Case,
-    claims: Sequence[Claim],
+    specs: Sequence[RowSpec],
     scale: Scale,
     required: Sequence[str] = (),
 ) -> list[Row]:
-    """The rows of one cell. Everyone is judged before anyone is timed.
+    """The rows of one cell. All candidates are checked before any is timed.
 
-    The first claim must hold, or there is no row; any other contender that raises or is wrong is
-    reported and left out. A row without every `required` peer does not count.
+    If our candidate of the first spec fails, there is no row. Any other candidate that raises or is
+    inaccurate is reported and left out. A row without every `required` peer does not count.
     """
-    errors, lanes = _enter(session, case, claims)
-    control = open_lane(claims[0].ours, case.backward)
+    errors, captures = _check_and_capture(session, case, specs)
+    control = capture_calls(specs[0].ours, case.backward)
     start = time.monotonic()
-    measured = race(lanes, control, QUICK_ROUNDS if session.quick else ROUNDS)
+    measured = time_captures(captures, control, QUICK_ROUNDS if session.quick else ROUNDS)
     clocks = session.watch(start)
-    doubts = [f"no {name} in this run" for name in required if name not in lanes]
+    doubts = [f"no {name} in this run" for name in required if name not in captures]
     if abs(measured.control - 1) > CONTROL_LIMIT:
         doubts.append(f"its A/A control is off by {abs(measured.control - 1):.1%}")
-    held = [claim for claim in claims if claim.ours.name in lanes]
-    return [_row(case, claim, measured, errors, scale, doubts) | clocks for claim in held]
+    timed = [spec for spec in specs if spec.ours.name in captures]
+    return [_row(case, spec, measured, errors, scale, doubts) | clocks for spec in timed]
 
 
-def _enter(
-    session: Session, case: Case, claims: Sequence[Claim]
-) -> tuple[dict[str, dict[str, float]], dict[str, Lane]]:
-    """The errors and the lanes of those who may take part, ours first."""
-    first = claims[0].ours
+def _check_and_capture(
+    session: Session, case: Case, specs: Sequence[RowSpec]
+) -> tuple[dict[str, dict[str, float]], dict[str, Capture]]:
+    """The errors and the captures of all candidates that pass, ours first."""
+    first = specs[0].ours
     errors: dict[str, dict[str, float]] = {}
-    lanes: dict[str, Lane] = {}
-    for contender in _everyone(claims):
+    captures: dict[str, Capture] = {}
+    for candidate in _all_candidates(specs):
         try:
-            found = contender.judge(contender, contender.ours)
-            if not contender.ours:
+            found = candidate.check(candidate, candidate.ours)
+            if not candidate.ours:
                 _check_peer(found, errors[first.name])
-            lane = open_lane(contender, case.backward)
+            capture = capture_calls(candidate, case.backward)
         except Exception as error:
-            if contender is first:
+            if candidate is first:
                 raise
             still_there(session.device)
-            if contender.ours and isinstance(error, Inaccurate):
-                session.refused.append(f"{case}, {contender.name}: {error}")
+            if candidate.ours and isinstance(error, Inaccurate):
+                session.refused.append(f"{case}, {candidate.name}: {error}")
             else:
-                session.note(f"{contender.label} is left out: {sentence(error)}", f" ({case})")
+                session.note(f"{candidate.label} is left out: {sentence(error)}", f" ({case})")
             continue
-        if contender.name not in lanes or lane.ms < lanes[contender.name].ms:
-            errors[contender.name], lanes[contender.name] = found, lane
-    return errors, lanes
+        if candidate.name not in captures or capture.ms < captures[candidate.name].ms:
+            errors[candidate.name], captures[candidate.name] = found, capture
+    return errors, captures
 
 
-def _everyone(claims: Sequence[Claim]) -> list[Contender]:
-    """Ours first, then whom they are compared with, each once."""
-    listed = [c.ours for c in claims] + [peer for c in claims for peer in c.against]
-    return list({id(contender): contender for contender in listed}.values())
+def _all_candidates(specs: Sequence[RowSpec]) -> list[GpuCandidate]:
+    """Our candidates, then their peers, each once."""
+    listed = [c.ours for c in specs] + [peer for c in specs for peer in c.against]
+    return list({id(candidate): candidate for candidate in listed}.values())
 
 
 def _check_peer(found: dict[str, float], ours: dict[str, float]) -> None:
@@ -489,19 +492,19 @@ def _check_peer(found: dict[str, float], ours: dict[str, float]) -> None:
 
 
 def _row(
-    case: Case, claim: Claim, measured: Race, errors: dict, scale: Scale, doubts: list[str]
+    case: Case, spec: RowSpec, measured: Timing, errors: dict, scale: Scale, doubts: list[str]
 ) -> Row:
-    ours = claim.ours.name
-    peers = list(dict.fromkeys(p.name for p in claim.against if p.name in measured.times))
+    ours = spec.ours.name
+    peers = list(dict.fromkeys(p.name for p in spec.against if p.name in measured.times))
     ratios = {name: measured.against(ours, name) for name in peers}
     best = min(ratios, key=lambda name: ratios[name].ratio) if ratios else None
     columns: dict[str, Any] = {"peers": {name: scale.of_ms(measured.ms(name)) for name in peers}}
     if best is not None:
         columns |= {"best_peer": best, "ratio": ratios[best].ratio}
         columns |= {"peer_error": errors[best]["normal"]}
-    row = case.row(claim.kernel, scale.of_ms(measured.ms(ours)), scale.unit, **columns)
+    row = case.row(spec.kernel, scale.of_ms(measured.ms(ours)), scale.unit, **columns)
     return row | {
-        "bench": claim.bench,
+        "bench": spec.bench,
         "error": errors[ours]["normal"],
         "band": list(ratios[best][1:]) if best is not None else None,
         "ratios": {name: list(ratio) for name, ratio in ratios.items()},
@@ -517,12 +520,12 @@ def counts(row: Row) -> bool:
 
 
 def worst_error(rows: list[Row], distributions: Sequence[str] = ("normal", "outlier")) -> float:
-    """The largest RMSE of ours over that of cuDNN on the same inputs."""
+    """The largest ratio of our RMSE to that of cuDNN on the same inputs."""
     pairs = [(r["errors"][_ours(r)], r["errors"]["cudnn"]) for r in rows]
     return max(ours[name] / theirs[name] for ours, theirs in pairs for name in distributions)
 
 
-def beside_cudnn(row: Row) -> bool:
+def has_cudnn(row: Row) -> bool:
     return "cudnn" in row["errors"]
 
 
@@ -536,10 +539,10 @@ def against_flex(rows: list[Row]) -> float:
 
 @dataclass
 class Monitor:
-    """SM clock and power of a GPU five times a second, by nvidia-smi; silent where that is missing.
+    """SM clock and power of a GPU five times a second, by nvidia-smi; no readings without it.
 
-    A process of its own: nothing is asked of the driver from the process that is timed. It writes
-    to a terminal of its own, because into a pipe a program may keep its lines back.
+    nvidia-smi is a separate process, so that the timed process makes no driver call for it. It
+    writes to a pseudo-terminal, because a program may buffer the lines that it writes to a pipe.
     """
 
     device: torch.device
@@ -566,16 +569,16 @@ class Monitor:
             self.process.wait()
 
     def read(self, lines: Iterable[str], uuid: str) -> None:
-        with suppress(OSError):  # how a terminal ends
+        with suppress(OSError):  # raised at the end of a pseudo-terminal
             for line in lines:
                 name, *numbers = (part.strip() for part in line.split(","))
                 if uuid in name and len(numbers) == 2:
-                    with suppress(ValueError):  # "[N/A]" where the driver does not say
+                    with suppress(ValueError):  # "[N/A]" if the driver has no value
                         clock, power = map(float, numbers)
                         self.readings.append((time.monotonic(), clock, power))
 
     def since(self, start: float) -> dict[str, float | None]:
-        """Medians of the readings since then; None without any."""
+        """Medians of the readings since `start`; None without readings."""
         chosen = [reading for reading in self.readings if reading[0] >= start]
         median = lambda i: statistics.median(r[i] for r in chosen) if chosen else None
         return {"sm_mhz": median(1), "power_w": median(2)}

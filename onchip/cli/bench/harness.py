@@ -1,8 +1,8 @@
-"""What every benchmark shares: no row without a right answer, contenders in turns, one schema.
+"""The frame of every benchmark: accuracy before time, candidates in turns, one row schema.
 
-A results file is `{"meta": {...}, "schema": 1, "rows": [...]}`. `ratio` is ours over the best peer,
-above 1 is faster; `error` and `peer_error` are RMSEs against fp64; null where there is no peer.
-Rows of a GPU carry more columns, which `gpu.py` explains.
+A results file is `{"meta": {...}, "schema": 1, "rows": [...]}`. `ratio` is our speed over
+the best peer's, so that above 1 is faster; `error` and `peer_error` are RMSEs against fp64. Without
+a peer these are null. GPU rows have further columns, documented in `gpu.py`.
 """
 
 import datetime
@@ -33,7 +33,7 @@ Rows = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """The columns of a row that say what was asked."""
+    """The columns of a row that describe the problem."""
 
     bench: str
     mask: str
@@ -78,13 +78,16 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Contender:
-    """attend(q, k, v) -> out on its own inputs; judged(out) is out in the layout of the judge."""
+class Candidate:
+    """attend(q, k, v) -> out on its own inputs.
+
+    to_check_layout(out) converts out to the layout that the accuracy check reads.
+    """
 
     name: str
     attend: Callable[..., Any]
     inputs: Sequence[Tensor]
-    judged: Callable[[Tensor], Tensor] = lambda out: out
+    to_check_layout: Callable[[Tensor], Tensor] = lambda out: out
 
     def job(self, backward: bool) -> Callable[[], object]:
         return self._step if backward else self.forward
@@ -106,28 +109,28 @@ class Contender:
         return torch.randn_like(self.forward())
 
 
-class Refused(Exception):
-    """There is no row, and the message says why."""
+class RowRefused(Exception):
+    """The row was not measured; the message gives the reason."""
 
 
-class Inaccurate(Refused):
-    """A result outside the accuracy rule: it has no time worth reporting."""
+class Inaccurate(RowRefused):
+    """A result that breaks the accuracy rule. Its time is not reported."""
 
 
 def hold(attention: Callable | Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-    """`testing.assert_accurate` of a contender: Inaccurate if it breaks the rule."""
+    """Apply `testing.assert_accurate`; Inaccurate if the result breaks the rule."""
     try:
         assert_accurate(attention, q, k, v, **options)
     except AssertionError as error:
         raise Inaccurate(str(error)) from error
 
 
-class Judge(Protocol):
-    """check(): the RMSE of a contender's result, or Inaccurate; error(): the RMSE alone."""
+class AccuracyCheck(Protocol):
+    """check(): the RMSE of a candidate's result, or Inaccurate; error(): the RMSE alone."""
 
-    def check(self, contender: Contender, backward: bool) -> float: ...
+    def check(self, candidate: Candidate, backward: bool) -> float: ...
 
-    def error(self, contender: Contender) -> float: ...
+    def error(self, candidate: Candidate) -> float: ...
 
 
 @dataclass
@@ -147,36 +150,36 @@ class Exact:
     def out(self) -> Tensor:
         return oracle(self.q[:, self.rows], self.k, self.v, mask=self.visible(self.rows)).out
 
-    def check(self, contender: Contender, backward: bool) -> float:
-        """The RMSE of its output; Inaccurate if the accuracy rule is broken.
+    def check(self, candidate: Candidate, backward: bool) -> float:
+        """The RMSE of the output; Inaccurate if the accuracy rule is broken.
 
-        The call that is judged is the call that is timed. Rows outside the sample get no gradient,
-        so that dk and dv depend on the sample alone and need nothing N x N either.
+        The checked call is the timed call. Rows outside the sample get no gradient, so that dk and
+        dv depend on the sample alone; otherwise the reference would need N x N scores.
         """
 
         def sampled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-            return contender.attend(self.q.index_copy(1, self.rows, q), k, v)[:, self.rows]
+            return candidate.attend(self.q.index_copy(1, self.rows, q), k, v)[:, self.rows]
 
         q, mask = self.q[:, self.rows], self.visible(self.rows)
         hold(sampled, q, self.k, self.v, grad=backward, mask=mask)
-        return self.error(contender)
+        return self.error(candidate)
 
-    def error(self, contender: Contender) -> float:
-        return rmse(contender.judged(contender.forward())[:, self.rows], self.out)
+    def error(self, candidate: Candidate) -> float:
+        return rmse(candidate.to_check_layout(candidate.forward())[:, self.rows], self.out)
 
 
 @dataclass
 class Session:
-    """One run of a benchmark: its rows, what was refused, and whom to tell.
+    """One run of a benchmark: its options, its rows, the refused rows and the callbacks.
 
-    tell(title, done) moves the progress bar, keep(row) gets every row as soon as it is measured,
-    say(sentence) what the reader should know besides. seqlens and head_dims choose among the cells
-    of a GPU benchmark, only among its PARTS where it has them, flex asks for FlexAttention there,
-    seconds says how long a load lasts (0: as long as the benchmark likes), simulate that machines
-    which are not here are asked about, kv_dtypes which caches of 8 bits are, precision which
-    operands of 8 bits.
-    watch(start) tells the clocks since then, where what the results file says about the machine, if
-    that is not the CPU.
+    - Callbacks: tell(title, done) moves the progress bar, keep(row) receives every row as soon as
+      it is measured, say(sentence) prints a remark, watch(start) returns the GPU's clocks since
+      `start`.
+    - Selection: seqlens and head_dims choose cells of a GPU benchmark, only chooses among its
+      PARTS, kv_dtypes chooses 8-bit caches, precision chooses 8-bit operands.
+    - flex adds FlexAttention as a peer, seconds is the duration of a load (0: the benchmark's
+      default), simulate runs the simulation of machines that are not present.
+    - where replaces the CPU's description in the meta of the results file.
     """
 
     quick: bool = False
@@ -197,16 +200,16 @@ class Session:
     precision: str | None = None
     where: dict[str, Any] = field(default_factory=dict)
     watch: Callable[[float], dict[str, Any]] = lambda start: {}
-    said: set[str] = field(default_factory=set)
+    noted: set[str] = field(default_factory=set)
 
     def run(self, steps: Iterable[tuple[str, Callable[[], Row | list[Row]]]]) -> None:
-        """Each step gives a row, or several, or refuses to; the titles go to the progress bar."""
+        """Run each step, which returns a row or several, or raises RowRefused."""
         steps = list(steps)
         for i, (title, step) in enumerate(steps):
             self.tell(title, i / len(steps))
             try:
                 measured = step()
-            except Refused as error:
+            except RowRefused as error:
                 self.refused.append(f"{title}: {error}")
                 continue
             for row in measured if isinstance(measured, list) else [measured]:
@@ -214,16 +217,21 @@ class Session:
                 self.keep(row)
 
     def note(self, sentence: str, first: str = "") -> None:
-        """Say it, but once, with where it came up first."""
-        if sentence not in self.said:
-            self.said.add(sentence)
+        """Print a sentence once in a session; `first` names the cell of its first occurrence."""
+        if sentence not in self.noted:
+            self.noted.add(sentence)
             self.say(sentence + first)
 
     def contest(
-        self, case: Case, kernel: str, ours: Contender, peers: list[Contender], judge: Judge
+        self,
+        case: Case,
+        kernel: str,
+        ours: Candidate,
+        peers: list[Candidate],
+        accuracy: AccuracyCheck,
     ) -> Row:
-        """A row: ours checked, then timed in turns with the fastest of the peers."""
-        error = judge.check(ours, case.backward)
+        """One row: check our result, then time it in turns with the fastest peer."""
+        error = accuracy.check(ours, case.backward)
         peer = self.fastest(peers, case.backward)
         jobs = {c.name: c.job(case.backward) for c in (ours, peer)}
         best = self.clock(jobs)
@@ -235,10 +243,10 @@ class Session:
             best_peer=peer.name,
             ratio=best[peer.name] / best[ours.name],
             error=error,
-            peer_error=judge.error(peer),
+            peer_error=accuracy.error(peer),
         )
 
-    def fastest(self, peers: list[Contender], backward: bool) -> Contender:
+    def fastest(self, peers: list[Candidate], backward: bool) -> Candidate:
         if len(peers) == 1:
             return peers[0]
         times = alternate({p.name: p.job(backward) for p in peers}, self.device, rounds=2)
@@ -249,11 +257,11 @@ class Session:
         return alternate(jobs, self.device, rounds, budget_s)
 
 
-class Bar(NamedTuple):
-    """What the rows it selects must reach: geomean ratio >= at_least, or every value <= at_most.
+class Threshold(NamedTuple):
+    """A bound on the selected rows: geomean of ratio >= at_least, or largest value <= at_most.
 
-    measure(rows) takes the place of the geomean or of the largest value, unit that of its unit. An
-    optional bar is not judged if no row speaks to it.
+    measure(rows) replaces the geomean or the largest value, and unit replaces its unit. An optional
+    threshold that selects no row is skipped.
     """
 
     name: str
@@ -265,8 +273,8 @@ class Bar(NamedTuple):
     optional: bool = False
 
 
-class Verdict(NamedTuple):
-    bar: Bar
+class ThresholdResult(NamedTuple):
+    threshold: Threshold
     measured: float | None
     unit: str
 
@@ -274,39 +282,40 @@ class Verdict(NamedTuple):
     def ok(self) -> bool:
         if self.measured is None:
             return False
-        if self.bar.at_least is not None:
-            return self.measured >= self.bar.at_least
-        return self.bar.at_most is not None and self.measured <= self.bar.at_most
+        if self.threshold.at_least is not None:
+            return self.measured >= self.threshold.at_least
+        return self.threshold.at_most is not None and self.measured <= self.threshold.at_most
 
 
-def judge(rows: list[Row], bars: Iterable[Bar]) -> list[Verdict]:
-    """One verdict per bar; a bar that no row speaks to is missed, or left out if optional."""
+def check_thresholds(rows: list[Row], thresholds: Iterable[Threshold]) -> list[ThresholdResult]:
+    """One result per threshold. One that selects no row is missed, or skipped if optional."""
     verdicts = []
-    for bar in bars:
-        chosen = [row for row in rows if bar.selects(row)]
+    for threshold in thresholds:
+        chosen = [row for row in rows if threshold.selects(row)]
         if chosen:
-            verdicts.append(_verdict(bar, chosen))
-        elif not bar.optional:
-            verdicts.append(Verdict(bar, None, ""))
+            verdicts.append(_verdict(threshold, chosen))
+        elif not threshold.optional:
+            verdicts.append(ThresholdResult(threshold, None, ""))
     return verdicts
 
 
-def _verdict(bar: Bar, rows: list[Row]) -> Verdict:
-    if bar.at_least is not None:
+def _verdict(threshold: Threshold, rows: list[Row]) -> ThresholdResult:
+    if threshold.at_least is not None:
         measure, unit = lambda rows: geomean([row["ratio"] for row in rows]), "x"
     else:
         measure, unit = lambda rows: max(row["value"] for row in rows), rows[0]["unit"]
-    return Verdict(bar, (bar.measure or measure)(rows), unit if bar.unit is None else bar.unit)
+    unit = unit if threshold.unit is None else threshold.unit
+    return ThresholdResult(threshold, (threshold.measure or measure)(rows), unit)
 
 
-def worst_cell(bar: float) -> Callable[[list[Row]], float]:
-    """The least ratio; a cell whose 10-90 % band holds the bar is tied with it."""
+def worst_cell(threshold: float) -> Callable[[list[Row]], float]:
+    """The least ratio; a cell whose 10-90 % band contains the threshold counts as equal to it."""
 
     def tied(row: Row) -> bool:
         low, high = row["band"]
-        return low <= bar <= high
+        return low <= threshold <= high
 
-    return lambda rows: min(bar if tied(row) else row["ratio"] for row in rows)
+    return lambda rows: min(threshold if tied(row) else row["ratio"] for row in rows)
 
 
 def geomean(values: list[float]) -> float:
@@ -314,12 +323,12 @@ def geomean(values: list[float]) -> float:
 
 
 def document(rows: list[Row], where: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A results file. `where` takes the place of what meta() says about the machine."""
+    """The contents of a results file; `where` overrides entries of meta()."""
     return {"meta": meta() | (where or {}), "schema": SCHEMA, "rows": rows}
 
 
 def write_results(rows: list[Row], path: Path, where: dict[str, Any] | None = None) -> None:
-    """The file is whole at any time: a benchmark that is killed leaves the rows it has measured."""
+    """Replace the file atomically: a benchmark that is killed leaves all rows measured so far."""
     whole = document(rows, where)
     ordinary = path.is_file() or not path.exists()  # a terminal or a pipe is not replaced
     part = path.with_name(f"{path.name}.part") if ordinary else path
@@ -348,8 +357,8 @@ def _version(package: str) -> str | None:
 
 @cache
 def _commit() -> str | None:
-    """The commit of the source tree, with a + if it was changed since; None outside one. It is
-    asked for once: the code that runs is the code that was loaded.
+    """The commit of the source tree, with a + if the tree is modified; None outside a git tree.
+    Read once per process, because the running code is the code that was loaded.
     """
     git = [
         "git",
@@ -374,8 +383,8 @@ def _clocks() -> dict[str, float]:
         return {}
 
 
-def print_session(console, session: Session, verdicts: list[Verdict]) -> None:
-    """What was refused, and the bars if they were judged."""
+def print_session(console, session: Session, verdicts: list[ThresholdResult]) -> None:
+    """Print the refused rows, then the thresholds if they were checked."""
     for sentence in session.refused:
         console.print(f"refused: {sentence}", markup=False, highlight=False, soft_wrap=True)
     if verdicts:
@@ -387,17 +396,17 @@ def print_row(console, row: Row) -> None:
 
 
 def line(r: Row) -> str:
-    """One row, as wide as it is: what was asked, what it took, and against whom."""
+    """One row as a line: the problem, the time, and the peers."""
     head_dim = f"D {r['head_dim']}" if r["head_dim"] else ""
     tokens = f"{r['batch']} x {r['seqlen']:,}" if r["seqlen"] else ""
-    asked = f"{r['bench']:<16} {r['mask']:<14} {r['pass']:<16} {SHORT[r['dtype']]:<4} {head_dim:<5}"
+    case = f"{r['bench']:<16} {r['mask']:<14} {r['pass']:<16} {SHORT[r['dtype']]:<4} {head_dim:<5}"
     ratio = f"{r['ratio']:.3g}x {r['best_peer']}" if r["best_peer"] else ""
     band = " [{:.3f}, {:.3f}]".format(*r["band"]) if r.get("band") else ""
     peers = ", ".join(f"{name} {value:.4g}" for name, value in r["peers"].items())
     clocks = " ".join(f"{value:.0f} {unit}" for unit, value in _under_load(r).items())
     doubts = "".join(f"; does not count: {doubt}" for doubt in r.get("doubts", ()))
     value = f"{r['value']:.4g} {r['unit']}"
-    parts = (f"{asked} {tokens:>12} {r['kernel']:<9} {value:>14}", ratio + band, peers, clocks)
+    parts = (f"{case} {tokens:>12} {r['kernel']:<9} {value:>14}", ratio + band, peers, clocks)
     return "  ".join(part for part in parts if part) + doubts
 
 
@@ -406,14 +415,15 @@ def _under_load(row: Row) -> dict[str, float]:
     return {u: row[name] for u, name in units.items() if row.get(name) is not None}
 
 
-def _verdicts_table(verdicts: list[Verdict]):
+def _verdicts_table(verdicts: list[ThresholdResult]):
     from rich.table import Table
 
-    table = Table("bar", "measured", "asked", "")
+    table = Table("threshold", "measured", "required", "")
     for v in verdicts:
-        least = v.bar.at_least is not None
-        bound = f">= {v.bar.at_least:.4g}" if least else f"<= {v.bar.at_most:.4g}"
-        asked = f"{bound} {v.unit}"
+        least = v.threshold.at_least is not None
+        bound = f">= {v.threshold.at_least:.4g}" if least else f"<= {v.threshold.at_most:.4g}"
+        required = f"{bound} {v.unit}"
         measured = "no row" if v.measured is None else f"{v.measured:.4g} {v.unit}"
-        table.add_row(v.bar.name, measured, asked, "[green]met[/]" if v.ok else "[red]missed[/]")
+        verdict = "[green]met[/]" if v.ok else "[red]missed[/]"
+        table.add_row(v.threshold.name, measured, required, verdict)
     return table

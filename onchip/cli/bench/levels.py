@@ -1,8 +1,8 @@
-"""The memories of this machine, measured: bytes a second and latency by the size of what is read.
+"""The memories of this machine, measured: bandwidth and latency by size of the working set.
 
-Bandwidth: sums of one tensor, over and over, or negated copies on a GPU. Latency: a walk from line
-to line in random order, of which the interpreter's own time, that of the smallest set, is taken
-off; on a GPU one thread that loads where to load next.
+Bandwidth: repeated sums of one tensor, on a GPU negated copies. Latency: pointer chasing from cache
+line to cache line in random order. The interpreter's own time, that of the smallest set, is
+subtracted. On a GPU one thread chases the pointers.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from torch import Tensor
 from onchip.cli.bench.measure import alternate
 
 CPU_SETS = tuple(16 << 10 << 2 * i for i in range(8))  # 16 KB to 256 MB
-LARGEST = 2 << 30  # what a measurement may take of the memory
+LARGEST = 2 << 30  # bytes that a measurement may allocate
 READ = 64 << 20  # bytes of one measurement, at least
 HOPS = 200_000
 LINE_BYTES = 64
@@ -28,9 +28,9 @@ GPU_SETS = (16 << 20, 2 << 30)  # well inside the L2 of any data centre GPU, far
 GPU_HOPS = 20_000
 
 
-class Measured(NamedTuple):
-    """A working set, and the nominal home of that size. A latency of 0 is one that the interpreter
-    hides.
+class LevelTiming(NamedTuple):
+    """A working set and the smallest memory level that holds it. Latency 0: the interpreter hides
+    it.
     """
 
     level: str
@@ -39,8 +39,8 @@ class Measured(NamedTuple):
     latency_s: float
 
 
-def measure(device: torch.device, tell: Callable[[str, float], None]) -> list[Measured]:
-    """Every level of a device; tell(title, done) moves a progress bar."""
+def measure(device: torch.device, tell: Callable[[str, float], None]) -> list[LevelTiming]:
+    """Measure every level of a device; tell(title, done) moves a progress bar."""
     sweep = gpu_levels(device) if device.type == "cuda" else cpu_levels()
     total = len(GPU_SETS) if device.type == "cuda" else len(cpu_sets())
     found = []
@@ -52,27 +52,27 @@ def measure(device: torch.device, tell: Callable[[str, float], None]) -> list[Me
 
 
 def cpu_sets() -> tuple[int, ...]:
-    """The last is larger than every cache: memory itself."""
+    """The last set is larger than every cache, so that it measures DRAM."""
     outside = 2 * max((held for _, held in cache_sizes()), default=0)
     return (*CPU_SETS, outside) if CPU_SETS[-1] < outside <= LARGEST else CPU_SETS
 
 
-def cpu_levels(sets: tuple[int, ...] | None = None) -> Iterator[Measured]:
+def cpu_levels(sets: tuple[int, ...] | None = None) -> Iterator[LevelTiming]:
     caches, own = cache_sizes(), None
     for size in cpu_sets() if sets is None else sets:
         name = next((name for name, held in caches if size <= held), "DRAM")
         hop = walk_s(size)
         own = hop if own is None else own
-        yield Measured(name, size, read_bytes_s(size), beyond(hop, own))
+        yield LevelTiming(name, size, read_bytes_s(size), beyond(hop, own))
 
 
 def beyond(hop_s: float, own_s: float) -> float:
-    """What a hop takes beyond the interpreter's own time, which hides less than half of it."""
+    """The time of a hop beyond the interpreter's own; 0 if less than half of the latter."""
     return 0.0 if hop_s < 1.5 * own_s else hop_s - own_s
 
 
 def cache_sizes(folder: Path = CACHES) -> list[tuple[str, int]]:
-    """(name, bytes) of the caches that hold data, the smallest first; none where Linux is not."""
+    """(name, bytes) of the caches that hold data, the smallest first; none outside Linux."""
     found = []
     for cache in sorted(folder.glob("index*")):
         level, kind, size = ((cache / n).read_text().strip() for n in ("level", "type", "size"))
@@ -83,7 +83,7 @@ def cache_sizes(folder: Path = CACHES) -> list[tuple[str, int]]:
 
 
 def read_bytes_s(set_bytes: int) -> float:
-    """One thread that sums a tensor of so many bytes again and again."""
+    """Bytes per second of one thread that sums a tensor of `set_bytes` repeatedly."""
     x = torch.ones(set_bytes // 4)
     times = max(1, READ // set_bytes)
     rows = x.as_strided((times, len(x)), (0, 1))
@@ -97,7 +97,7 @@ def read_bytes_s(set_bytes: int) -> float:
 
 
 def walk_s(set_bytes: int) -> float:
-    """Seconds of a hop from line to line of so many bytes, in random order."""
+    """Seconds per hop from line to line of `set_bytes`, in random order."""
     ring = chain(set_bytes // LINE_BYTES)
     numbers = (ctypes.c_int32 * ring.numel()).from_address(ring.data_ptr())
     where = memoryview(numbers).cast("B").cast("i")
@@ -114,7 +114,7 @@ def chain(lines: int) -> Tensor:
 
 
 def _timed(where: memoryview, first: int) -> float:
-    start = time.thread_time()  # what others do meanwhile does not count
+    start = time.thread_time()  # excludes the time of other processes
     _hop(where, first, HOPS)
     return (time.thread_time() - start) / HOPS
 
@@ -125,9 +125,9 @@ def _hop(where: memoryview, at: int, times: int) -> int:
     return at
 
 
-def gpu_levels(device: torch.device, sets: tuple[int, ...] = GPU_SETS) -> Iterator[Measured]:
-    """Half of a set is read, and written to the other half; negated, for plain copies
-    in a graph came to 2.7 TB/s on an H200, whose memory gives kernels 4.4.
+def gpu_levels(device: torch.device, sets: tuple[int, ...] = GPU_SETS) -> Iterator[LevelTiming]:
+    """Read half of a set and write its negation to the other half. Plain copies in a graph reached
+    2.7 TB/s on an H200, where kernels reach 4.4.
     """
     from onchip.kernels.triton.chase import chase, make_ring
 
@@ -139,11 +139,11 @@ def gpu_levels(device: torch.device, sets: tuple[int, ...] = GPU_SETS) -> Iterat
         seconds = _graph_s(lambda: [torch.neg(source, out=target) for _ in range(copies)])  # noqa: B023
         ring = make_ring(torch.randperm(size // 128, device=device, dtype=torch.int32))
         latency = _event_s(lambda: chase(ring, GPU_HOPS)) / GPU_HOPS  # noqa: B023
-        yield Measured("L2" if size <= l2 else "HBM", size, copies * size / seconds, latency)
+        yield LevelTiming("L2" if size <= l2 else "HBM", size, copies * size / seconds, latency)
 
 
 def _graph_s(work: Callable[[], object]) -> float:
-    """Seconds of work that is replayed by a CUDA graph: the host takes no part."""
+    """Seconds of work replayed by a CUDA graph, without host time."""
     work()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -16,7 +16,7 @@ from torch import Tensor
 Job = Callable[[], Any]
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
-# Where rows of a causal call see few keys lies up to half of the squared error of its gradients: of
+# Rows that see few keys have up to half of the squared error of a causal call's gradients: of
 # one such row it would scatter by some percent.
 _FIRST = 64
 
@@ -40,7 +40,7 @@ def alternate(
 ) -> dict[str, float]:
     """The least seconds of each job over `rounds` rounds, and on until `budget_s` is spent.
 
-    Contenders take turns, in reversed order every other round, so that a machine that slows down or
+    Candidates take turns, in reversed order every other round, so that a machine that slows down or
     is disturbed slows all of them. A first call is no faster than later ones, so the least needs no
     warm-up.
     """
@@ -55,11 +55,11 @@ def alternate(
 
 
 def peak_extra_bytes(job: Job, device: torch.device) -> tuple[int | None, Any]:
-    """(the most memory that one call held beyond what was held before it, the call's result).
+    """(the most memory that one call held beyond the memory held before it, the call's result).
 
-    On a GPU the allocator knows. On Linux the kernel does: the high-water mark of the resident set
-    is reset, the job runs, the mark is read; where it cannot be reset, a thread samples it. None
-    where the system offers neither.
+    On a GPU the allocator reports it. On Linux the kernel does: the high-water mark of the resident
+    set is reset, the job runs, the mark is read; if it cannot be reset, a thread samples the
+    resident set. None if the system offers neither.
     """
     if device.type == "cuda":
         return _peak_allocated(job, device)
@@ -134,8 +134,8 @@ def _sampler(period_s: float = 0.001):
 
 
 def sample_rows(n: int, count: int) -> Tensor:
-    """The query rows that fp64 judges: all of them, or the first `_FIRST`, the last, and a fixed
-    random sample of the others.
+    """The query rows that are compared with fp64: all of them, or the first `_FIRST`, the last, and
+    a fixed random sample of the others.
     """
     if n <= count:
         return torch.arange(n)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import onchip
 from onchip.cli.bench import gpu, peers, tiers
-from onchip.cli.bench.gpu import Claim, Contender, Inputs, Scale
-from onchip.cli.bench.harness import Bar, Case, Row, Session, hold, worst_cell
+from onchip.cli.bench.gpu import GpuCandidate, Inputs, RowSpec, Scale
+from onchip.cli.bench.harness import Case, Row, Session, Threshold, hold, worst_cell
 from onchip.cost.prefixes import costs
 from onchip.fold import cascade
 from onchip.quant.kv8 import FORMATS, quantise, snap_to_grid
@@ -32,7 +32,7 @@ PAGE_SIZES = (1, 8, 16, 64)
 MHA = (64, 2048, 8)  # batch, keys, page_size
 SKEWED = (131072, *[1024] * 63)
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-CHECKED = 4  # sequences of a batch that fp64 judges
+CHECKED = 4  # sequences of a batch that are compared with fp64
 # Sequences, keys they share, keys of their own: a prefix that stays in the L2, which then serves
 # one call as well, one that does not, and one too short to be worth it.
 PREFIXES = ((64, 8192, 256), (64, 32768, 256), (8, 2048, 64))
@@ -70,18 +70,30 @@ def _as_kv8(kv_dtype: str) -> Callable[[Row], bool]:
     return lambda row: bench(row) and (row["batch"], row["seqlen"]) == KV8_SPEEDUP_AT
 
 
-BARS = (
-    Bar("paged decode, worst cell", _is("decode"), AT_LEAST, measure=worst_cell(AT_LEAST)),
-    Bar("dense decode, worst cell", _is("decode dense"), AT_LEAST, measure=worst_cell(AT_LEAST)),
-    Bar("page size 1 over 256", _is("page size", 1), SMALL_PAGES, measure=worst_cell(SMALL_PAGES)),
-    Bar("MHA decode, pages of 8", _is("decode MHA"), MHA_TBS, measure=_least_value, unit="TB/s"),
-    Bar("cascade over one call, 64 x 8k", _first_prefix, CASCADE, measure=worst_cell(CASCADE)),
-    Bar("swap of a plain copy", _named("swap out", "swap in"), COPIED, measure=worst_cell(COPIED)),
-    Bar("swap out beside computation", _named("swap beside"), at_most=BESIDE),
-    Bar("offload of a plain copy", _named("offload"), COPIED, measure=worst_cell(COPIED)),
-    Bar("offload, most on the device", _named("offload"), None, DEVICE_GB, _most_device_gb, "GB"),
+THRESHOLDS = (
+    Threshold("paged decode, worst cell", _is("decode"), AT_LEAST, measure=worst_cell(AT_LEAST)),
+    Threshold(
+        "dense decode, worst cell", _is("decode dense"), AT_LEAST, measure=worst_cell(AT_LEAST)
+    ),
+    Threshold(
+        "page size 1 over 256", _is("page size", 1), SMALL_PAGES, measure=worst_cell(SMALL_PAGES)
+    ),
+    Threshold(
+        "MHA decode, pages of 8", _is("decode MHA"), MHA_TBS, measure=_least_value, unit="TB/s"
+    ),
+    Threshold(
+        "cascade over one call, 64 x 8k", _first_prefix, CASCADE, measure=worst_cell(CASCADE)
+    ),
+    Threshold(
+        "swap of a plain copy", _named("swap out", "swap in"), COPIED, measure=worst_cell(COPIED)
+    ),
+    Threshold("swap out beside computation", _named("swap beside"), at_most=BESIDE),
+    Threshold("offload of a plain copy", _named("offload"), COPIED, measure=worst_cell(COPIED)),
+    Threshold(
+        "offload, most on the device", _named("offload"), None, DEVICE_GB, _most_device_gb, "GB"
+    ),
     *(
-        Bar(
+        Threshold(
             f"{name} cache over bf16, 128 x 8k",
             _as_kv8(name),
             KV8_SPEEDUP,
@@ -133,19 +145,19 @@ class Cache:
         return [self.draw(device, i) for i in range(gpu.num_sets(self.num_bytes, l2_bytes))]
 
 
-class DecodeJudge:
+class DecodeCheck:
     """fp64 on sequences, (q, k, v) each, that are the first ones of the batch of the first set."""
 
     def __init__(self, sequences: Sequence[Inputs]):
         self.sequences = sequences
 
     @classmethod
-    def of(cls, cache: Cache, inputs: Inputs) -> "DecodeJudge":
+    def of(cls, cache: Cache, inputs: Inputs) -> "DecodeCheck":
         few = range(min(CHECKED, len(cache.lengths)))
         return cls([tuple(x[b : b + 1, : cache.lengths[b]] for x in inputs) for b in few])
 
-    def __call__(self, contender: Contender, strict: bool) -> dict[str, float]:
-        out = contender.forward(contender.sets[0])
+    def __call__(self, candidate: GpuCandidate, strict: bool) -> dict[str, float]:
+        out = candidate.forward(candidate.sets[0])
         errors = []
         for b, (q, k, v) in enumerate(self.sequences):
             if strict:
@@ -163,8 +175,8 @@ def run(session: Session) -> None:
 
 
 def steps(session: Session) -> Iterator[gpu.Step]:
-    """--only chooses among the parts, --seqlens among the cells of decoding by their keys;
-    --kv-dtype asks about caches of 8 bits instead of those of 16.
+    """--only chooses among the parts, --seqlens among the decode cells by number of keys;
+    --kv-dtype selects 8-bit caches instead of 16-bit ones.
     """
     makers = {"decode": _decode_steps, "pages": _page_steps, "cascade": _cascade_steps}
     makers |= {name: partial(_tier_steps, name) for name in TIERS}
@@ -204,14 +216,14 @@ def _tier_steps(name: str, session: Session) -> Iterator[gpu.Step]:
 def decode(session: Session, batch: int, keys: int) -> list[Row]:
     cache = Cache((keys,) * batch)
     sets = cache.draw_sets(session.device)
-    judge = DecodeJudge.of(cache, sets[0])
-    rivals = gpu.both_layouts("cudnn", peers.backend("cudnn", enable_gqa=True), sets, judge)
+    check = DecodeCheck.of(cache, sets[0])
+    rivals = gpu.both_layouts("cudnn", peers.backend("cudnn", enable_gqa=True), sets, check)
     paged = our_paged("onchip", cache, sets, PAGE_SIZE)
-    dense = Contender("dense", onchip.attention, sets, judge, ours=True)
+    dense = GpuCandidate("dense", onchip.attention, sets, check, ours=True)
     plan = onchip.explain(*sets[0]).plan.kernel
-    claims = [Claim("decode", kernel_of(paged), paged, rivals)]
-    claims.append(Claim("decode dense", plan, dense, rivals))
-    rows = gpu.contest(session, cache.case("decode"), claims, cache.scale, required=("cudnn",))
+    specs = [RowSpec("decode", kernel_of(paged), paged, rivals)]
+    specs.append(RowSpec("decode dense", plan, dense, rivals))
+    rows = gpu.contest(session, cache.case("decode"), specs, cache.scale, required=("cudnn",))
     sizes = {"decode": PAGE_SIZE, "decode dense": None}
     return [_columns(row, cache, sizes[row["bench"]]) for row in rows]
 
@@ -224,13 +236,13 @@ def kv8_rows(session: Session, batch: int, keys: int, kv_dtype: str) -> list[Row
     wide = our_paged("bf16 cache", cache, sets, PAGE_SIZE)
     narrow = our_kv8("onchip", wide, form, cache)
     bench = f"decode {kv_dtype}"
-    claim = Claim(bench, kernel_of(narrow), narrow, [wide])
-    rows = gpu.contest(session, cache.case(bench), [claim], cache.tokens)
+    spec = RowSpec(bench, kernel_of(narrow), narrow, [wide])
+    rows = gpu.contest(session, cache.case(bench), [spec], cache.tokens)
     return [_columns(row, cache, PAGE_SIZE) | {"kv_dtype": kv_dtype} for row in rows]
 
 
-def our_kv8(name: str, wide: Contender, form: torch.dtype, cache: Cache) -> Contender:
-    """paged_attention over the pages of another quantised, under the same judge; every set is (q,
+def our_kv8(name: str, wide: GpuCandidate, form: torch.dtype, cache: Cache) -> GpuCandidate:
+    """paged_attention over the pages of another quantised, under the same check; every set is (q,
     (pages, scales), page table).
     """
     lengths = torch.tensor(cache.lengths, dtype=torch.int32, device=wide.sets[0][0].device)
@@ -238,7 +250,7 @@ def our_kv8(name: str, wide: Contender, form: torch.dtype, cache: Cache) -> Cont
     attend = lambda q, pages, table: onchip.paged_attention(
         q, pages[0][0], pages[0][1], table, lengths, **scales_of(pages[1])
     )
-    return Contender(name, attend, sets, wide.judge, ours=True)
+    return GpuCandidate(name, attend, sets, wide.check, ours=True)
 
 
 def scales_of(scales: Tensor) -> dict[str, Tensor]:
@@ -262,8 +274,8 @@ def page_sizes(session: Session, page_size: int) -> list[Row]:
     sets = cache.draw_sets(session.device)
     large = our_paged(f"pages of {LARGEST}", cache, sets, LARGEST)
     small = our_paged("onchip", cache, sets, page_size)
-    claim = Claim("page size", kernel_of(small), small, [large])
-    rows = gpu.contest(session, cache.case("page size"), [claim], cache.scale)
+    spec = RowSpec("page size", kernel_of(small), small, [large])
+    rows = gpu.contest(session, cache.case("page size"), [spec], cache.scale)
     return [_columns(row, cache, page_size) for row in rows]
 
 
@@ -271,11 +283,11 @@ def mha(session: Session) -> list[Row]:
     batch, keys, page_size = MHA
     cache = Cache((keys,) * batch, HEADS)
     sets = cache.draw_sets(session.device)
-    judge = DecodeJudge.of(cache, sets[0])
-    rivals = gpu.both_layouts("cudnn", peers.backend("cudnn"), sets, judge)
+    check = DecodeCheck.of(cache, sets[0])
+    rivals = gpu.both_layouts("cudnn", peers.backend("cudnn"), sets, check)
     paged = our_paged("onchip", cache, sets, page_size)
-    claim = Claim("decode MHA", kernel_of(paged), paged, rivals)
-    rows = gpu.contest(session, cache.case("decode MHA"), [claim], cache.scale)
+    spec = RowSpec("decode MHA", kernel_of(paged), paged, rivals)
+    rows = gpu.contest(session, cache.case("decode MHA"), [spec], cache.scale)
     return [_columns(row, cache, page_size) for row in rows]
 
 
@@ -286,8 +298,8 @@ def skewed(session: Session) -> list[Row]:
     rival = our_paged("equal lengths", even, even.draw_sets(session.device), PAGE_SIZE)
     sets = cache.draw_sets(session.device)
     paged = our_paged("onchip", cache, sets, PAGE_SIZE)
-    claim = Claim("decode skewed", kernel_of(paged), paged, [rival])
-    rows = gpu.contest(session, cache.case("decode skewed"), [claim], cache.scale)
+    spec = RowSpec("decode skewed", kernel_of(paged), paged, [rival])
+    rows = gpu.contest(session, cache.case("decode skewed"), [spec], cache.scale)
     return [_columns(row, cache, PAGE_SIZE) for row in rows]
 
 
@@ -308,8 +320,8 @@ class Prefix:
         """What must be read at least."""
         return Cache((self.shared, *[self.own] * self.batch)).num_bytes
 
-    def draw(self, device: torch.device, seed: int) -> tuple[Inputs, DecodeJudge]:
-        """(q, pages of k and v, page_table), and the judge of its first sequences."""
+    def draw(self, device: torch.device, seed: int) -> tuple[Inputs, DecodeCheck]:
+        """(q, pages of k and v, page_table), and the check of its first sequences."""
         prefix = Cache((self.shared,)).draw(device, seed)[1:]
         q, *own = Cache((self.own,) * self.batch).draw(device, seed + 1)
         rows = [torch.cat([a, b.flatten(0, 1)[None]], 1) for a, b in zip(prefix, own, strict=True)]
@@ -321,7 +333,7 @@ class Prefix:
             torch.cat([a, b[i : i + 1]], 1) for a, b in zip(prefix, own, strict=True)
         )
         few = range(min(CHECKED, self.batch))
-        return (q, pages, table), DecodeJudge([(q[i : i + 1], *whole(i)) for i in few])
+        return (q, pages, table), DecodeCheck([(q[i : i + 1], *whole(i)) for i in few])
 
 
 def cascades(session: Session, prefix: Prefix) -> list[Row]:
@@ -329,13 +341,13 @@ def cascades(session: Session, prefix: Prefix) -> list[Row]:
     l2_bytes = torch.cuda.get_device_properties(session.device).L2_cache_size
     count = gpu.num_sets(prefix.num_bytes, l2_bytes)
     drawn = [prefix.draw(session.device, 2 * i) for i in range(count)]
-    sets, judge = [inputs for inputs, _ in drawn], drawn[0][1]
+    sets, check = [inputs for inputs, _ in drawn], drawn[0][1]
     lengths = torch.tensor(prefix.cache.lengths, dtype=torch.int32, device=session.device)
-    once = Contender("onchip", _cascade_of(sets, lengths), sets, judge, ours=True)
+    once = GpuCandidate("onchip", _cascade_of(sets, lengths), sets, check, ours=True)
     attend = lambda q, pages, table: onchip.paged_attention(q, pages[0], pages[1], table, lengths)
-    plain = Contender("one call", attend, sets, judge, ours=True)
-    claims = [Claim("cascade", kernel_of(plain), once, [plain])]
-    rows = gpu.contest(session, prefix.cache.case("cascade"), claims, gpu.MICROSECONDS)
+    plain = GpuCandidate("one call", attend, sets, check, ours=True)
+    specs = [RowSpec("cascade", kernel_of(plain), once, [plain])]
+    rows = gpu.contest(session, prefix.cache.case("cascade"), specs, gpu.MICROSECONDS)
     return [
         _columns(row, prefix.cache, PAGE_SIZE) | {"mask": f"{prefix.shared:,} shared"}
         for row in rows
@@ -357,21 +369,21 @@ def _cascade_of(sets: Sequence[Inputs], lengths: Tensor) -> Callable:
     return attend
 
 
-def our_paged(name: str, cache: Cache, sets: Sequence[Inputs], page_size: int) -> Contender:
+def our_paged(name: str, cache: Cache, sets: Sequence[Inputs], page_size: int) -> GpuCandidate:
     """paged_attention over the same numbers; every set is (q, pages of k and v, page table)."""
     lengths = torch.tensor(cache.lengths, dtype=torch.int32, device=sets[0][0].device)
     laid = [in_pages(inputs, cache.lengths, page_size) for inputs in sets]
     attend = lambda q, pages, table: onchip.paged_attention(q, pages[0], pages[1], table, lengths)
-    return Contender(name, attend, laid, DecodeJudge.of(cache, sets[0]), ours=True)
+    return GpuCandidate(name, attend, laid, DecodeCheck.of(cache, sets[0]), ours=True)
 
 
-def kernel_of(paged: Contender) -> str:
+def kernel_of(paged: GpuCandidate) -> str:
     """Which kernel serves it: any lengths that fit its tables will do to ask."""
     q, pages, table = paged.sets[0]
-    pages, given = (pages, {}) if isinstance(pages, Tensor) else (pages[0], scales_of(pages[1]))
+    pages, scales = (pages, {}) if isinstance(pages, Tensor) else (pages[0], scales_of(pages[1]))
     seqlens = torch.full_like(table[:, 0], table.shape[1] * pages.shape[2])
-    asked = onchip.explain(q, *pages, page_table=table, cache_seqlens=seqlens, **given)
-    return asked.plan.kernel
+    explained = onchip.explain(q, *pages, page_table=table, cache_seqlens=seqlens, **scales)
+    return explained.plan.kernel
 
 
 def in_pages(inputs: Inputs, lengths: Sequence[int], page_size: int) -> Inputs:

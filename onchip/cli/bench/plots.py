@@ -1,9 +1,9 @@
 """Pictures of results files: `python -m onchip.cli.bench.plots [RESULTS.json PICTURE]`.
 
-Without arguments, those of the documents are drawn anew. Speeds: TFLOP/s over the length, one panel
-for each mask and head_dim, every contender a line. Memory: bytes over the length, standard
-attention dashed where it was not measured. Loss curves: one over the other, and how far apart they
-are. A caption says which measurement is shown.
+Without arguments, the pictures of the documents are drawn again. Speeds: TFLOP/s over the length,
+one panel for each mask and head_dim, one line for each candidate. Memory: bytes over the length,
+standard attention dashed where it was not measured. Loss curves: one over the other, and their
+distance. A caption names the measurement.
 """
 
 import json
@@ -21,7 +21,7 @@ PICTURES = {
     "h200-peak": "peak.svg",
     "h200-train": "curves.svg",
 }
-BENCHES = ("forward", "backward", "peak")  # whose rows can be drawn
+BENCHES = ("forward", "backward", "peak")  # benchmarks with rows that can be drawn
 OURS = {"color": "#c0392b", "linewidth": 2.2, "marker": "o", "markersize": 4, "zorder": 3}
 PEERS = {
     "fa3": ("FlashAttention-3", "#1f5f8b"),
@@ -61,12 +61,12 @@ def _figure(rows: list[Row]):
 
 
 def _paper(width: float, height: float):
-    """An empty figure, with room for the caption at its foot."""
+    """An empty figure, with space for the caption below."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    room = 0.2 / height
-    layout = ConstrainedLayoutEngine(rect=(0, room, 1, 1 - room))
+    caption = 0.2 / height
+    layout = ConstrainedLayoutEngine(rect=(0, caption, 1, 1 - caption))
     return Figure(figsize=(width, height), layout=layout)
 
 

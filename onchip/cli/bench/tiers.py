@@ -21,7 +21,7 @@ from onchip.kvcache import HostTier, KVCache, NoRoom, Sequence, SequenceGroup, S
 from onchip.testing import oracle, rmse
 
 PROMPT = 50_000  # tokens of a prefix that is found again
-SWAPPED, LAYERS = 16_384, 32  # tokens and layers of a sequence that goes to the host
+SWAPPED, LAYERS = 16_384, 32  # tokens and layers of a sequence that is swapped out
 KV_HEADS, HEADS, HEAD_DIM = 8, 32, 128
 STREAMED = 1 << 20  # keys that stay in host memory
 LINK_BYTES = 1 << 28  # of one plain copy
@@ -71,7 +71,7 @@ class Swapper:
         self.cache = KVCache(spec, num_pages + 1, prefix_reuse=False)
         self.tier = HostTier(self.cache, num_pages)
         self.sequence = self._sequence(num_tokens)
-        self.family: SequenceGroup | None = None
+        self.group: SequenceGroup | None = None
         self.num_bytes = num_pages * spec.page_bytes
         self.link = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
         self.host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -82,16 +82,16 @@ class Swapper:
             raise RuntimeError(f"{num_tokens} tokens do not fit into their own cache")
         return sequence
 
-    def swap_out(self, beside: Job = lambda: None) -> None:
-        family = self.tier.swap_out([self.sequence])
-        if isinstance(family, NoRoom):
-            raise RuntimeError(f"the host tier has no room for the sequence: {family}")
-        self.family = family
-        beside()
+    def swap_out(self, overlap: Job = lambda: None) -> None:
+        group = self.tier.swap_out([self.sequence])
+        if isinstance(group, NoRoom):
+            raise RuntimeError(f"the host tier is too small for the sequence: {group}")
+        self.group = group
+        overlap()
         self.tier.synchronize()
 
     def swap_in(self) -> None:
-        if self.family is None or self.tier.swap_in(self.family) is not None:
+        if self.group is None or self.tier.swap_in(self.group) is not None:
             raise RuntimeError("the sequence is not away, or its pages are gone")
         self.tier.synchronize()
 
@@ -102,7 +102,7 @@ class Swapper:
         self.link.copy_(self.host, non_blocking=True)
 
     def check(self) -> None:
-        """Inaccurate unless a sequence comes back as it left, from pages that were overwritten."""
+        """Raise Inaccurate unless a sequence returns unchanged, after its pages were overwritten."""
         pages = self.cache.pages
         for t in (pages.k, pages.v):
             t.normal_()
@@ -141,8 +141,8 @@ def _in_turns(session: Session, jobs: abc.Sequence[Job]) -> list[list[float]]:
     """Seconds of each job in each round, one after another."""
     times: list[list[float]] = [[] for _ in jobs]
     for _ in range(_rounds(session)):
-        for kept, job in zip(times, jobs, strict=True):
-            kept.append(seconds(job, session.device))
+        for samples, job in zip(times, jobs, strict=True):
+            samples.append(seconds(job, session.device))
     return times
 
 
@@ -174,8 +174,8 @@ def stream(session: Session, num_keys: int = STREAMED) -> list[Row]:
     peak_bytes, out = peak_extra_bytes(ours, device)
     error = _error(out, q, k, v)
     pieces = [*k.split(1 << 15, 1), *v.split(1 << 15, 1)]
-    room = torch.empty_like(pieces[0], device=device)
-    copy = lambda: [room[:, : len(x[0])].copy_(x, non_blocking=True) for x in pieces]
+    buffer = torch.empty_like(pieces[0], device=device)
+    copy = lambda: [buffer[:, : len(x[0])].copy_(x, non_blocking=True) for x in pieces]
     streamed, copied = _in_turns(session, [ours, copy])
     case = Case("offload", "none", torch.bfloat16, HEAD_DIM, num_keys, 1, HEADS, way="decode")
     num_bytes = num_keys * source.token_bytes

@@ -6,20 +6,20 @@ from collections.abc import Callable
 
 from benchmarks import ring_ranks
 from benchmarks.accuracy_kernels import CAST, FA3_FP8, LABELS, OURS
-from onchip.cli.bench.harness import Bar, Row
+from onchip.cli.bench.harness import Row, Threshold
 
-# RMSE of logits, whose own RMS is 8, and per cent of perplexity: what 8-bit caches may change
+# RMSE of logits (their RMS is 8) and per cent of perplexity: the change that 8-bit caches may make
 CACHED = {"fp8": (0.2, 1.0), "int8": (0.05, 0.2)}
 
 
 def select(bench: str, **columns: object) -> Callable[[Row], bool]:
-    """Rows of a bench whose columns are these."""
-    asked = {"bench": bench, **columns}
-    return lambda row: all(row.get(name) == value for name, value in asked.items())
+    """Selects rows of a bench by the values of columns."""
+    selected = {"bench": bench, **columns}
+    return lambda row: all(row.get(name) == value for name, value in selected.items())
 
 
 def over(peer: str) -> Callable[[list[Row]], float]:
-    """The largest RMSE over a yardstick's on the same question."""
+    """The largest RMSE over a yardstick's on the same cell."""
     return lambda rows: max(row["value"] / row["peers"][peer] for row in rows)
 
 
@@ -37,62 +37,62 @@ def _ruled(row: Row) -> bool:
     return _half(row) and row["family"] in ("N(0,1)", "outliers")
 
 
-WIDE_BARS = (
-    Bar(
+WIDE_THRESHOLDS = (
+    Threshold(
         "16-bit kernels of onchip: RMSE over unfused attention's",
         _half,
         at_most=1.0,
         measure=over("unfused"),
         unit="x",
     ),
-    Bar(
+    Threshold(
         "the same over the rounding model's, N(0,1) and outliers",
         _ruled,
         at_most=1.05,
         measure=over("rounding model"),
         unit="x",
     ),
-    Bar(
+    Threshold(
         "a million keys, V = 1: largest error of onchip's",
         select("long", kind="onchip", family="V = 1.0"),
         at_most=0.0,
         measure=largest("max_error"),
         unit="",
     ),
-    Bar(
+    Threshold(
         "a million keys, V = 0.1 (bf16): error of onchip's",
         select("long", kind="onchip", family="V = 0.1"),
         at_most=1.0,
         measure=largest("ulp_99"),
         unit="ulp",
     ),
-    Bar(
+    Threshold(
         "RMSE of the ring in bf16, against one call",
         select("precision"),
         at_most=ring_ranks.ROUNDED,
         measure=over("one call"),
         unit="x",
     ),
-    Bar(
+    Threshold(
         "2^0 by every polynomial, off by",
         select("exp2"),
         at_most=0.0,
         measure=lambda rows: max(abs(row["at_zero"] - 1) for row in rows),
         unit="",
     ),
-    Bar(
+    Threshold(
         "onchip's cubic: results that differ in bf16",
         select("exp2", kernel="onchip's cubic (Hopper)"),
         at_most=1.5,
         measure=largest("differs_bf16", 100.0),
         unit="%",
     ),
-    Bar(
+    Threshold(
         "precise_delta: dq of ties, relative error",
         select("delta", family="ties", precise_delta=True),
         at_most=4e-3,
     ),
-    Bar(
+    Threshold(
         "precise_delta: mean error of delta, biased ties",
         select("delta", family="biased ties", precise_delta=True),
         at_most=1e-5,
@@ -108,14 +108,16 @@ def _computes(recipe: str) -> Callable[[Row], bool]:
     return lambda row: row["bench"] == "forward" and row["kernel"] in names
 
 
-def published(recipe: str, rmse: float) -> Bar:
+def published(recipe: str, rmse: float) -> Threshold:
     """RMSE on outliers, inputs as drawn: as the published figures are stated."""
     ours = _computes(recipe)
     chosen = lambda row: ours(row) and row["family"] == "outliers"
-    return Bar(f"{recipe}: RMSE on outliers", chosen, at_most=rmse, measure=largest("drawn_rmse"))
+    return Threshold(
+        f"{recipe}: RMSE on outliers", chosen, at_most=rmse, measure=largest("drawn_rmse")
+    )
 
 
-def unbiased(recipe: str, column: str, what: str) -> Bar:
+def unbiased(recipe: str, column: str, what: str) -> Threshold:
     """The error with biased channels over that without."""
     families, ours = ("N(0,1)", "channel bias"), _computes(recipe)
 
@@ -126,7 +128,7 @@ def unbiased(recipe: str, column: str, what: str) -> Bar:
 
     chosen = lambda row: ours(row) and row["family"] in families
     name = f"{recipe}: {what} with channel bias over without"
-    return Bar(name, chosen, at_most=1.1, measure=measure, unit="x")
+    return Threshold(name, chosen, at_most=1.1, measure=measure, unit="x")
 
 
 def _against_fa3(rows: list[Row]) -> float:
@@ -136,28 +138,30 @@ def _against_fa3(rows: list[Row]) -> float:
     return ours / found.get(FA3_FP8, found[LABELS["fa3_fp8"]])
 
 
-def cached(kv_dtype: str, error: float, change: float) -> tuple[Bar, Bar]:
+def cached(kv_dtype: str, error: float, change: float) -> tuple[Threshold, Threshold]:
     """The built-in model over such a cache, against itself over fp32 pages."""
     chosen = select("cache", kv_dtype=kv_dtype)
     moved = lambda rows: max(100 * abs(row["perplexity_change"]) for row in rows)
     return (
-        Bar(f"{kv_dtype} cache: RMSE of logits", chosen, None, error, largest("error"), "RMSE"),
-        Bar(f"{kv_dtype} cache: perplexity changes by", chosen, None, change, moved, "%"),
+        Threshold(
+            f"{kv_dtype} cache: RMSE of logits", chosen, None, error, largest("error"), "RMSE"
+        ),
+        Threshold(f"{kv_dtype} cache: perplexity changes by", chosen, None, change, moved, "%"),
     )
 
 
-def with_sink(what: str, *kernels: str) -> Bar:
+def with_sink(what: str, *kernels: str) -> Threshold:
     """Relative RMSE with a key up to 12 above the others."""
     chosen = lambda row: row["bench"] == "sink" and row["kernel"] in kernels
     measure = largest("relative", 100.0)
-    return Bar(f"{what}: relative RMSE with a sink", chosen, None, 3.0, measure, "%")
+    return Threshold(f"{what}: relative RMSE with a sink", chosen, None, 3.0, measure, "%")
 
 
-LOW_PRECISION_BARS = (
+LOW_PRECISION_THRESHOLDS = (
     published("fp8", 9.1e-3),
     published("int8", 5.5e-3),
     published("int8_pv16", 2e-3),
-    Bar(
+    Threshold(
         "fp8: RMSE on outliers over FA3's FP8",
         select("forward", family="outliers", dtype="float8_e4m3fn"),
         at_most=0.6,
@@ -166,8 +170,8 @@ LOW_PRECISION_BARS = (
     ),
     with_sink("P in e4m3, all else exact", CAST),
     *(with_sink(name, LABELS[name], f"hopper {name}") for name in OURS),
-    *(bar for name, bounds in CACHED.items() for bar in cached(name, *bounds)),
+    *(threshold for name, bounds in CACHED.items() for threshold in cached(name, *bounds)),
     *(unbiased(name, "value", "RMSE") for name in OURS),
     *(unbiased(name, "lse_error", "error of lse") for name in OURS),
 )
-BARS = (*WIDE_BARS, *LOW_PRECISION_BARS)
+THRESHOLDS = (*WIDE_THRESHOLDS, *LOW_PRECISION_THRESHOLDS)
