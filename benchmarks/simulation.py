@@ -149,7 +149,7 @@ class FirstFit:
 
 
 class Buddy:
-    """Ranges with a size that is a power of two, split on demand and joined with their other half."""
+    """Ranges with a size that is a power of two, split on demand, joined with their buddy."""
 
     def __init__(self, slots: int):
         self.free: dict[int, set[int]] = {1 << i: set() for i in range(slots.bit_length())}
@@ -304,7 +304,7 @@ class SimServer:
         return min(event, self.arriving.arrival) if self.arriving and not self.queue else event
 
     def _somebody_waits(self) -> bool:
-        """Add arrived requests when the queue is empty: under load most requests are never added."""
+        """Add arrived requests when the queue is empty: under load most never are."""
         if not self.queue and self.arriving and self.arriving.arrival <= self.now:
             self.queue.append(self.arriving)
             self.arriving = next(self.coming, None)

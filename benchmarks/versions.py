@@ -68,7 +68,7 @@ def contest(
 
 
 def enter(session: Session, case: Case, makers: dict[str, Attend]) -> dict[str, GpuCandidate]:
-    """The candidates of examples/versions and a plain call of onchip, all under the accuracy rule."""
+    """The candidates of examples/versions and a plain call of onchip, under the accuracy rule."""
     pattern = patterns.plain(case.seqlen, case.mask)
     sets = gpu.draw_sets(case, session.device)
     samples = {"normal": sets[0], "outlier": gpu.draw(case, session.device, "outlier")}

@@ -30,6 +30,7 @@ RETIRED = {
     "ranks": "Total Patient Parcel Nest Lookout lookout Whole agree",
     "models": "turned rehearsal",
     "packages": "iomodel adapters eightbit room rooms door doors law LAW anything",
+    "benchmarks": "Judge Contender Bar Lane Race",
 }
 RETIRED_NAMES = {word for words in RETIRED.values() for word in words.split()}
 RETIRED_MODULES = RETIRED_NAMES | {"question", "configs", "handles", "library", "planes"}

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class WordSequence:
-    """A page table, its word ids, the keys of its published pages, and its cost in a beam search."""
+    """A page table, its word ids, keys of its published pages, and its cost in a beam search."""
 
     name: str
     family: str
@@ -59,7 +59,7 @@ class WordSequence:
 
 
 class OperationRefused(Exception):
-    """An operation that is not possible now. It has no visible effect; the message is a sentence."""
+    """An operation that is not possible now. It has no effect; the message is a sentence."""
 
 
 class Playground:

@@ -45,7 +45,7 @@ def _keys(n: int, rows: Tensor) -> Tensor:
 
 
 def documents(n: int, device: torch.device | str = "cpu") -> Pattern:
-    """Documents of unequal length that end inside blocks; each token sees all of its own document."""
+    """Documents of unequal length, not in whole blocks; each token sees all of its own document."""
     ends = document_ends(n, NUM_DOCUMENTS)
     ids = torch.bucketize(torch.arange(n), ends[1:], right=True).to(device)
     mask = onchip.masks.document(ends.int()).build(1, 1, n, n, device)

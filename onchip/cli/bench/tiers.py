@@ -102,7 +102,7 @@ class Swapper:
         self.link.copy_(self.host, non_blocking=True)
 
     def check(self) -> None:
-        """Raise Inaccurate unless a sequence returns unchanged, after its pages were overwritten."""
+        """Raise Inaccurate unless a sequence returns unchanged after its pages are overwritten."""
         pages = self.cache.pages
         for t in (pages.k, pages.v):
             t.normal_()
