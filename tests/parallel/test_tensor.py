@@ -90,7 +90,7 @@ def single_rank_mesh(tmp_path):
 
 def test_wrong_parts_and_meshes_are_refused(single_rank_mesh):
     config = ModelConfig.from_hf(LLAMA)
-    with pytest.raises(ValueError, match="Part\\(rank=0, world_size=2\\), this is rank 0 of 1"):
+    with pytest.raises(ValueError, match="Shard\\(rank=0, world_size=2\\), this is rank 0 of 1"):
         TensorParallelGroup(single_rank_mesh).connect(models.Decoder(config, shard=Shard(0, 2)))
     with pytest.raises(ValueError, match="the mesh has 2 dimensions"):
         TensorParallelGroup(init_device_mesh("cpu", (1, 1)))
