@@ -27,7 +27,7 @@ from onchip.cost.roofline import (
     is_modelled,
     predict,
 )
-from onchip.cost.splits import first_key as _first_key
+from onchip.cost.splits import first_key
 from onchip.fold import cascade
 
 SCALARS = tuple(name for name in Options._fields if name != "sm_partition")  # which is internal
@@ -89,7 +89,7 @@ class Explanation(NamedTuple):
     @property
     def roofline(self) -> TimePrediction | None:
         """Of the forward: which resource is the bottleneck, and the predicted or the least time.
-        None with a `precision`, for which target is no model.
+        None with a `precision`, which no model covers.
         """
         if self.hardware is None or self.problem.precision is not None:
             return None
@@ -313,7 +313,7 @@ def _lengths(problem: Problem, x: Tensors) -> list[tuple[int, int]]:
 
 def _one_sequence(problem: Problem, seqlen_q: int, seqlen_k: int) -> Problem:
     """One sequence as a dense call over the keys from the start of its window."""
-    keys = seqlen_k - _first_key(problem, seqlen_q, seqlen_k)
+    keys = seqlen_k - first_key(problem, seqlen_q, seqlen_k)
     return problem._replace(batch=1, seqlen_q=seqlen_q, seqlen_k=keys, packed=False, page_size=0)
 
 
@@ -330,7 +330,7 @@ def _count_pages(
     for page, keys in read:
         held[page] = max(keys, held.get(page, 0))
     repeated = sum(keys for _, keys in read) - sum(held.values())
-    left_behind = sum(_first_key(problem, *pair) // problem.page_size for pair in lengths)
+    left_behind = sum(first_key(problem, *pair) // problem.page_size for pair in lengths)
     gathered = sum(part.keys for part in parts if not get_backend(part.kernel).reads_pages)
     gathered_bytes = gathered * _token_bytes(problem)
     return PageReads(problem.page_size, len(read), len(held), repeated, left_behind, gathered_bytes)
@@ -342,7 +342,7 @@ def _reads(
     """(page, number of its keys that are read) for every sequence that has a query."""
     size = problem.page_size
     for row, (seqlen_q, seqlen_k) in zip(x.page_table.tolist(), lengths, strict=True):
-        begin = _first_key(problem, seqlen_q, seqlen_k)
+        begin = first_key(problem, seqlen_q, seqlen_k)
         for column in range(begin // size, -(-seqlen_k // size) if seqlen_q else 0):
             first, end = max(begin, column * size), min(seqlen_k, (column + 1) * size)
             yield row[column], end - first

@@ -4,7 +4,7 @@
     backward:  residual, dout, dlse -> share_kernel -> dlse - rowsum(residual * dout)
 
 The backward kernels compute delta = rowsum(out * dout) - dlse from the rounded out. With the new
-dlse that is the delta of the unrounded out. protocol.py has both steps in torch.
+dlse that is the delta of the unrounded out. core/backend.py has both steps in torch.
 
 Worked shape: batch 1, 300 tokens, one head: 300 rows in tiles of TRITON_STREAMED.tile_m = 16, so 19
 programs; each row is read once. The kernels only stream memory; examples/versions/v2.py teaches

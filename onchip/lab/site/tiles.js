@@ -1,5 +1,5 @@
 "use strict";
-// The tile loops of the papers, step by step as kernels/papers ran them: who is loaded, who is written, and what the
+// The tile loops of the papers, step by step as lab/published ran them: the tiles that are loaded and written, and what the
 // running state of a row is after each tile.
 
 lab.figures.tiles = (panel, data) => {
