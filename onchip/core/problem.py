@@ -84,7 +84,7 @@ class Options(NamedTuple):
     table of a call.
 
     `Problem` repeats these fields in this order. The schema, flattening, unflattening and fakes of
-    the torch op (core/torch_op.py) are generated from them, and `explain` takes them by name. To add a
+    the torch op (torch_op.py) are generated from them, and `explain` takes them by name. To add a
     scalar option: a field here, the same field in `Problem`, a check in `resolve_options`. To add a
     tensor: a field in `Tensors`, a flag in `Problem` that `Problem.of` sets, a check in
     `check_extras`. An option of single scores also goes into SCORE_OPTIONS. Then the public
