@@ -2,7 +2,7 @@
 
     python tests/integrations/upstream.py CHECKOUT [--models llama,bert] [--kernel tiled]
         [pytest ...]
-    python tests/integrations/upstream.py CHECKOUT --models all --json docs/transformers.json
+    python tests/integrations/upstream.py CHECKOUT --models all --json docs/transformers.json --resume
 
 CHECKOUT is a clone of transformers' repository at the installed version. In its tests "sdpa" and
 "flash_attention_2" are replaced by names under which onchip is registered, and onchip is the
@@ -219,7 +219,8 @@ def _is_documented(sentence, test):
 class Upstream:
     """The pytest plugin: selects tests, and checks that each called onchip's attention."""
 
-    def __init__(self):
+    def __init__(self, file=None):
+        self.file = file  # JSON
         self.calls, self.skipped = Counter(), Counter()
         self.outcomes = {}  # by family and test
 
@@ -234,6 +235,14 @@ class Upstream:
         kept = [item for item in items if _matches(TESTS + TESTS_OF_NAMES, item.name)]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item, nextitem):
+        """The outcomes of a family are written after its last test: the whole run takes hours."""
+        result = yield
+        if self.file is not None and (nextitem is None or nextitem.path.parent != item.path.parent):
+            self.write(self.file)
+        return result
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
@@ -309,23 +318,24 @@ def main():
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--kernel", help="the kernel of all calls")
     parser.add_argument("--json", type=Path, help="a file that outcomes by family are added to")
+    parser.add_argument("--resume", action="store_true", help="skip families that the file has")
     args, rest = parser.parse_known_args()
     checkout = args.checkout.resolve()
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.path.pop(0)  # the folder of this file, its flash_attn is not the package
     sys.path.insert(0, str(checkout))
-    plugin = Upstream()
+    plugin = Upstream(args.json)
     _drop_conditions()
     _use_kernel(args.kernel)
     _register(plugin.calls)
     sys.meta_path.insert(0, _Finder(checkout))
     models = _families(checkout) if args.models == "all" else args.models.split(",")
+    if args.resume and args.json.exists():
+        known = json.loads(args.json.read_text())
+        models = [model for model in models if model not in known]
     selection = [*_files(checkout, models), f"--rootdir={checkout}", "-c", os.devnull]
     plain = ["-q", "--noconftest", "--assert=plain", "-p", "no:cacheprovider", "-W", "ignore"]
-    status = pytest.main([*selection, *plain, *rest], [plugin])
-    if args.json is not None:
-        plugin.write(args.json)
-    return status
+    return pytest.main([*selection, *plain, *rest], [plugin])
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ def site(data, tmp_path_factory):
     return page.write(tmp_path_factory.mktemp("lab"), data)
 
 
-@pytest.fixture(scope="session")
+# One browser for each file of tests, closed before the next file begins: while Playwright's
+# synchronous API is open, its event loop counts as running, and asyncio.run is refused.
+@pytest.fixture(scope="module")
 def chromium():
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
@@ -35,7 +37,7 @@ def chromium():
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def opening(chromium):
     """open(url, width, scheme, ...) gives a page in a profile of its own, and the list of all that
     such pages write to their consoles as errors.
@@ -68,7 +70,7 @@ def opened(opening):
     assert errors == []
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def only(opening, site):
     return opening[0](site.as_uri())
 
