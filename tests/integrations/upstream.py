@@ -2,7 +2,7 @@
 
     python tests/integrations/upstream.py CHECKOUT [--models llama,bert] [--kernel tiled]
         [pytest ...]
-    python tests/integrations/upstream.py CHECKOUT --models all --json docs/transformers.json --resume
+    python tests/integrations/upstream.py CHECKOUT --models all --resume --json FILE.json
 
 CHECKOUT is a clone of transformers' repository at the installed version. In its tests "sdpa" and
 "flash_attention_2" are replaced by names under which onchip is registered, and onchip is the
