@@ -280,6 +280,8 @@ class HopperConfig(NamedTuple):
     named_barriers: bool = False  # key stages are released by named barriers
     emulated_exp2: int = 0  # v4: every emulated_exp2-th exponential by multiply-adds
     dynamic: bool = False  # dynamic scheduling even if all tiles take equally long
+    # Registers of a thread. At entry every thread has entry_regs; then consumers and producer share
+    # these: 3 * 168 = 240 + 240 + 24 for two consumers and the producer, counted as a warpgroup.
     consumer_regs: int = 240
     producer_regs: int = 24
     entry_regs: int = 168

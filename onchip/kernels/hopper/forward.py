@@ -2,8 +2,9 @@
 
   producer warp (producer.py)                 consumer warpgroups 0, 1 (, 2): 64 queries each
   ---------------------------                 ------------------------------------------------
-  draw a work index --- work_queue ---------> pop_work
-  TMA Q[t, c] ------- q.full ---------------> wait_full    S = Q K[0]
+  take a work index --- work_queue ---------> pop_work
+  TMA K[0] ---------- k.full ---------------> wait for Q, then for K[0]
+  TMA Q[t, c] ------- q.full --------------->           S = Q K[0]
   TMA K[i] ---------- k.full ---------------> loop over key tiles:
                                                 start   S' = Q K[i]      (wgmma, asynchronous)
   TMA V[i] ---------- v.full --------------->   start   O += P V[i-1]    (wgmma, asynchronous)
@@ -12,6 +13,7 @@
             <-------- q.empty ----------------  release Q, O += P V[last], O / l
                                                 epilogue.py: lse, O -> smem -> TMA store
   pingpong: consumer c issues its wgmma, then signals consumer c + 1.
+  The first work index is the number of the program, the next ones are drawn from a counter.
 
 Each consumer computes the scores of key tile i while it accumulates the values of tile i - 1.
 Programs are persistent: the producer loads the next tile of queries while the consumers store the
@@ -22,7 +24,7 @@ There are three query tiles of 128 rows, computed last first. The tile 256..299 
 the key tiles 2 (masked by the diagonal and the end), 1 and 0 (full). Consumer 1 of that tile has
 rows 320..383, none of which exist, but its stages are loaded and released all the same.
 
-examples/versions/v3.py teaches this kernel in 133 lines, v4.py the variants "stale" and
+examples/versions/v3.py teaches this kernel in about 100 lines, v4.py the variants "stale" and
 EMULATED_EXP2.
 """
 
@@ -342,7 +344,7 @@ def pop_work(pipes, params, t, C: gl.constexpr):
     """The work of consumer C for the t-th item."""
     first = params.unpack_tile(pipes.work_queue.pop(t))
     work_tile = params.consumer_tile(first, C)
-    zero = t * 0
+    zero = t * 0  # a tensor, not a constexpr
     if params.STRIPS:
         entries = params.strip_view(first, work_tile)
         total = entries.total()
@@ -361,11 +363,11 @@ def pop_work(pipes, params, t, C: gl.constexpr):
 
 
 @gluon.jit
-def compute_first_qk(pipes, cfg, work, iteration, i, C: gl.constexpr):
+def compute_first_qk(pipes, cfg, work, q_iteration, i, C: gl.constexpr):
     """(scores of the first key tile that a consumer sees, its iteration)"""
     i = skip_tiles(pipes, cfg, i, work.blocks.hi - work.own_blocks.hi, C)
-    pipes.q.wait_full(iteration)
-    s_next = start_first_qk(pipes, cfg, pipes.q.stage(iteration), i, C)
+    pipes.q.wait_full(q_iteration)
+    s_next = start_first_qk(pipes, cfg, pipes.q.stage(q_iteration), i, C)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
     pipes.k.release(i)
     return s, i
@@ -523,32 +525,34 @@ def forward_kernel(
     pipes = ForwardPipelines(
         q, k, v, make_work_queue(CONSUMERS, params.FIELDS), make_pingpong(CONSUMERS)
     )
-    out_smem = q.smem
+    out_smem = q.smem  # used if OUT_IN_Q, otherwise a placeholder
     if STAGED and not (OUT_IN_Q or MERGE):
         shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape
         out_smem = gl.allocate_shared_memory(out_ref.dtype, shape_out, out_ref.layout)
-    previous_out = q
+    previous_out = q  # a placeholder: used if MERGE
     if MERGE:
         previous_out = make_pipeline(out_ref, CONSUMERS, 1)
     out = ForwardOutput(out_ref, out_smem, previous_out, lse_ptr, sinks_ptr, dim, rows_per_batch,
                         HAS_SINKS, STAGED, MERGE, SECOND)  # fmt: skip
-    loader = (q_desc, k_desc, v_desc, out, counter, pipes, params)
+    producer_args = (q_desc, k_desc, v_desc, out, counter, pipes, params)
     if SECOND:  # each program has one tile, and waits before it stores it
         gdc_launch_dependents()
     else:
         sync_with_previous_kernel()
+    # The lists of warps and registers begin with the second function. The first runs in the 4 warps
+    # of the launch and gets the registers that are left; the producer's warp counts as 4.
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (out, pipes, params, 0)),
             (consume, (out, pipes, params, 1)),
-            (produce, loader),
+            (produce, producer_args),
         ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (out, pipes, params, 0)),
             (consume, (out, pipes, params, 1)),
             (consume, (out, pipes, params, 2)),
-            (produce, loader),
+            (produce, producer_args),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     pipes.close()
     if MERGE:

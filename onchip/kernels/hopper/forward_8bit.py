@@ -159,7 +159,7 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, params, quant):
     WIDTH_V: gl.constexpr = v_desc.block_shape[0]
     i = 0  # key tiles loaded
     t = 0  # tiles of queries loaded
-    zero = params.order.num_tiles * 0
+    zero = params.order.num_tiles * 0  # a tensor, not a constexpr
     work_tile, state = push_work(
         counter, pipes, params, gl.program_id(0), ProducerState(zero, zero, zero, zero)
     )

@@ -68,10 +68,12 @@ def forward_into(problem: Problem, x: Tensors, out: Tensor, lse: Tensor) -> None
 
 
 def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, rows_per_batch: int) -> None:
-    """Launch the kernel. rows_per_batch: rows of out and lse from one batch entry to the next."""
+    """Launch the kernel. rows_per_batch: rows of out and lse from one batch entry to the next.
+    Arguments are in the order and the groups of forward_kernel's signature.
+    """
     config, strips = _choose_config(problem, x.mask)
     width_v = hopper_width(problem.head_dim_v)
-    plan = _plan(problem, config)
+    plan = _tile_plan(problem, config)
     staged, second = hopper_stages_out(problem), is_second(problem)
     programs = plan.num_tiles if second else min(plan.num_tiles, num_sms(x.q.device))
     draws = plan.dynamic and plan.num_tiles > programs
@@ -142,7 +144,7 @@ def is_second(problem: Problem) -> bool:
     partition = problem.sm_partition
     if partition is None or not partition.second:
         return False
-    return _plan(problem, hopper_forward_of(problem)).num_tiles <= partition.programs
+    return _tile_plan(problem, hopper_forward_of(problem)).num_tiles <= partition.programs
 
 
 class _ForwardPlan(NamedTuple):
@@ -160,7 +162,7 @@ class _ForwardPlan(NamedTuple):
     dynamic: bool
 
 
-def _plan(problem: Problem, config: HopperConfig) -> _ForwardPlan:
+def _tile_plan(problem: Problem, config: HopperConfig) -> _ForwardPlan:
     """The plan of a call."""
     left, right = problem.window
     group = _heads_per_tile(problem, config, right is not None)
@@ -235,8 +237,9 @@ def _page_arguments(x: Tensors, unused_ptr: Tensor) -> tuple:
 
 @cache
 def _constants(config: HopperConfig, early: bool) -> dict:
-    """early: programs start while the previous kernel ends (PDL). Not in the rounds of ring
-    attention (fp32 output): they would occupy SMs that a kernel of another stream could use.
+    """The row of the tile table as constants. early: with PDL (tensors.warp_constants), except in
+    the rounds of ring attention (fp32 output), whose programs would occupy SMs that a kernel of
+    another stream could use.
     """
     return tile_constants(config) | {
         "launch_pdl": early,

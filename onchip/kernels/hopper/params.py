@@ -23,7 +23,7 @@ from onchip.kernels.hopper.tile_scheduler import TileOrder, find_tile
 @aggregate
 class ForwardPipelines:
     """Pipelines between producer and consumers. Releasing K of iteration i also releases V of
-    iteration i - 1.
+    iteration i - 1, so the `empty` barriers of v are not used.
     """
 
     q: Pipeline

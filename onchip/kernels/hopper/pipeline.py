@@ -8,7 +8,7 @@
 Callers count iterations i = 0, 1, 2, ...; a stage number or a phase bit occurs in this file alone.
 Iteration i uses stage i % num_stages, and the phase of its barriers is i // num_stages & 1.
 Example: 300 keys in tiles of 128 are iterations 0, 1, 2 (the last has 44 keys, TMA fills the rest
-with 0). With two stages, iteration 2 reuses stage 0, so load(2) waits for release(0).
+with 0). With two stages, iteration 2 reuses stage 0, so wait_empty(2) waits for release(0).
 
 This is also the only file that names Gluon's TMA calls, which were renamed after Triton 3.6.
 examples/versions/hopper.py is the same pipeline in a few lines.
@@ -594,7 +594,7 @@ class WorkQueue:
         values = ()
         for w in gl.static_range(self.FIELDS):
             cell = self.pipeline.smem.index(i % 2 * self.FIELDS + w)
-            values = values + (gl.max(cell.load(one), 0),)
+            values = values + (gl.max(cell.load(one), 0),)  # max: a scalar from one element
         self.pipeline.release(i)
         return values
 

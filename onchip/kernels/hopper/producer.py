@@ -102,7 +102,7 @@ def produce(q_desc, k_desc, v_desc, out, counter, pipes, params):
     seqlen, cfg, pages = params.seqlen, params.cfg, params.pages
     i = 0  # key tiles loaded
     t = 0  # tiles of queries loaded
-    zero = params.order.num_tiles * 0
+    zero = params.order.num_tiles * 0  # a tensor, not a constexpr
     work_tile, state = push_work(
         counter, pipes, params, gl.program_id(0), ProducerState(zero, zero, zero, zero)
     )

@@ -97,9 +97,7 @@ def _variant(packed: bool, left: bool, right: bool, mask: bool, softcap: bool) -
 
 @cache
 def tile_constants(config: HopperConfig) -> dict:
-    """Constants of every forward, from its row of a tile table. Programs may start and initialise
-    their barriers while the previous kernel ends, and then wait for it (PDL).
-    """
+    """Constants of every forward, from its row of a tile table."""
     return {
         "TILE_N": config.tile_n,
         "CONSUMERS": config.consumers,
@@ -112,7 +110,8 @@ def tile_constants(config: HopperConfig) -> dict:
 
 def warp_constants(config: HopperConfig | HopperBackwardConfig | HopperSplitConfig) -> dict:
     """How producer and consumers share the registers of an SM. enable_fp_fusion: a fused
-    multiply-add rounds once less.
+    multiply-add rounds once less. launch_pdl: programs may start and initialise their barriers
+    while the previous kernel ends, and then wait for it.
     """
     return {
         "CONSUMER_REGS": config.consumer_regs,

@@ -28,12 +28,12 @@ class TileOrder:
     def locate(self, work_index):
         """(tile of queries, batch * num_heads + head) of a work index."""
         if self.LONGEST_FIRST:
-            per_section = self.tiles_m * self.l2_group
-            l2_group = work_index // per_section
-            rest = work_index - l2_group * per_section
+            per_group = self.tiles_m * self.l2_group
+            group_index = work_index // per_group
+            rest = work_index - group_index * per_group
             return (
                 self.tiles_m - 1 - rest // self.l2_group,
-                l2_group * self.l2_group + rest % self.l2_group,
+                group_index * self.l2_group + rest % self.l2_group,
             )
         else:
             return work_index % self.tiles_m, work_index // self.tiles_m
@@ -63,17 +63,14 @@ def find_tile(seqlen, order, batch, number, block, passed, ROWS: gl.constexpr):
     work_index = (
         (sequence * num_head_tiles + number % num_head_tiles) * order.tiles_m + stop - 1 - tile
     )
-    exists = (sequence < batch) & (
-        number < order.num_tiles
-    )  # wrong lengths may have more tiles than the launch
+    # Wrong lengths may have more tiles than the launch.
+    exists = (sequence < batch) & (number < order.num_tiles)
     return gl.where(exists, work_index, order.num_tiles), block, passed
 
 
 @gluon.jit
 def _scan_tile_counts(seqlen, batch, block, ROWS: gl.constexpr):
-    """Inclusive prefix sums of the query tiles of 32 sequences from `block` on, one
-    in each lane.
-    """
+    """Inclusive prefix sums of the query tiles of 32 sequences from `block` on, one a lane."""
     b = block + gl.arange(0, 32, LANES)
     _, seqlen_q = seqlen.q_range(gl.minimum(b, batch - 1))
     tiles = gl.where(b < batch, (seqlen_q + ROWS - 1) // ROWS, 0)

@@ -4,8 +4,9 @@ A counter is 0 before a launch, and the kernel resets it to 0 at its end
 (hopper/tile_scheduler.py): a separate memset would be another launch.
 
 Two launches that share a counter must not overlap.
-- Launches of one stream do not overlap, except programmatic dependent launches, which therefore
-  must not use a counter. So every stream has one counter for all its launches.
+- Launches of one stream do not use their counters at the same time, so every stream has one counter
+  for all its launches. A programmatic dependent launch (PDL) starts early, but waits for its
+  predecessor before it draws. A launch that does not wait (`SMPartition.second`) uses no counter.
 - A CUDA graph may be replayed on any stream, in parallel with other launches. So a captured launch
   gets a counter that no other launch ever gets. One graph cannot overlap with itself: it would
   overwrite its own results.
