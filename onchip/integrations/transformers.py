@@ -312,6 +312,21 @@ class _PackedRow(NamedTuple):
         ]
         return cls(*offsets, *longest)
 
+    @classmethod
+    def from_positions(cls, position_ids: Tensor) -> "_PackedRow | None":
+        """The sequences of a row, from positions (1, seqlen) that begin at 0 again; None if it is
+        one sequence, or if positions do not count from 0.
+        """
+        at = position_ids[0]
+        begins = at == 0
+        counts = begins[1:] | (at[1:] == at[:-1] + 1)
+        if not bool(begins[0] & begins[1:].any() & counts.all()):
+            return None
+        end = torch.tensor([at.shape[0]], device=at.device)
+        offsets = torch.cat([begins.nonzero()[:, 0], end]).int()
+        longest = int(at.max()) + 1
+        return cls(offsets, offsets, longest, longest)
+
     def attend(self, call: _AttentionCall, mask: Tensor | None, is_causal: bool) -> Tensor:
         """Use options if they equal the mask within each sequence, else the mask."""
         if mask is None:
@@ -372,6 +387,8 @@ def attend(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     packing = _PackedRow.pop_from(kwargs)
+    if packing is None and is_causal:
+        packing = _packed_by_positions(kwargs.get("position_ids"), attention_mask, query, key)
     q, k, v = (_last_contiguous(t).transpose(1, 2) for t in (query, key, value))
     options = options_of(kwargs) | {"dropout_p": dropout, "precise_delta": precise_delta}
     call = _AttentionCall(q, k, v, position_bias, options)
@@ -380,6 +397,34 @@ def attend(
     if attention_mask is None:
         return call.without_mask(is_causal).run(), None
     return call.with_mask(attention_mask).run(), None
+
+
+_rows_by_positions: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _packed_by_positions(
+    position_ids: Tensor | None, mask: Tensor | None, query: Tensor, key: Tensor
+) -> _PackedRow | None:
+    """The sequences of a row whose positions begin at 0 again, as transformers finds them for
+    flash_attention_2: some models (AFMoE, GPT-OSS) give position_ids to attention, but not to the
+    mask. Values are read once for all layers, and not in a graph that is compiled or captured.
+    """
+    if position_ids is None or position_ids.shape != (1, key.shape[2]) or query.shape[0] != 1:
+        return None
+    if query.shape[2] != key.shape[2] or key.shape[2] < 2 or torch.compiler.is_compiling():
+        return None
+    known = None if mask is None else _known_bounds.get(mask)
+    if mask is not None and (known is None or known.options is None):
+        return None  # the mask has structure of its own
+    if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    if position_ids.is_inference():
+        return _PackedRow.from_positions(position_ids)
+    version, row = _rows_by_positions.get(position_ids, (None, None))
+    if version != position_ids._version:
+        row = _PackedRow.from_positions(position_ids)
+        _rows_by_positions[position_ids] = position_ids._version, row
+    return row
 
 
 def _last_contiguous(t: Tensor) -> Tensor:

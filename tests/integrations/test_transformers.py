@@ -210,13 +210,30 @@ class TestPacking:
     def alone(self, one, words):
         return torch.cat([one(part).logits for part in words.split(self.LENGTHS, 1)], 1)
 
-    @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "qwen2", "qwen3"])
+    # gpt_oss gives its positions to attention, but not to the mask
+    @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "qwen2", "qwen3", "gpt_oss"])
     @torch.no_grad()
     def test_positions_that_start_again(self, kind, packed):
         words, positions = packed
         one = as_name(families.model(kind), "onchip")
         together = one(words, position_ids=positions, use_cache=False).logits
         close(together, self.alone(one, words))
+
+    @pytest.mark.parametrize("start", [[0, 1, 2, 4, 0], [1, 2, 0, 1, 2], [0, 1, 2, 3, 4], [0] * 4])
+    def test_other_positions_are_one_sequence(self, start):
+        """Except for zeros alone: each is a sequence of one token."""
+        row = adapter._PackedRow.from_positions(torch.tensor([start]))
+        assert (row is None) == any(start)
+
+    @torch.no_grad()
+    def test_positions_are_read_again_after_a_write(self, packed):
+        words, positions = packed
+        one = as_name(families.model("gpt_oss"), "onchip")
+        row = torch.arange(words.shape[1])[None].contiguous()
+        whole = one(words, position_ids=row, use_cache=False).logits
+        row.copy_(positions)
+        close(one(words, position_ids=row, use_cache=False).logits, self.alone(one, words))
+        assert not torch.allclose(whole, self.alone(one, words))
 
     @pytest.mark.parametrize("use_cache", [False, True])
     @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt_oss"])

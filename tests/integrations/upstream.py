@@ -67,14 +67,8 @@ TESTS_OF_NAMES = (
     "test_flash_attn_2_can_dispatch_composite_models",
 )
 # Tests that fail for a reason outside of onchip, and whether they always do.
-_PACKED = "GPT-OSS makes its masks without position_ids: eager mixes the sequences in the same way"
 _NOISE = "bf16: eager is as far from fp32 as onchip, and one element exceeds the bound"
 KNOWN = {
-    "GptOssModelTest::test_sdpa_padding_matches_padding_free_with_position_ids": (_PACKED, True),
-    "GptOssModelTest::test_flash_attention_2_padding_matches_padding_free_with_position_ids": (
-        _PACKED,
-        True,
-    ),
     "MixtralModelTest::test_flash_attn_2_equivalence": (_NOISE, False),
     "Glm4ModelTest::test_flash_attn_2_equivalence": (_NOISE, False),
     "DeepseekV4ModelTest::test_eager_matches_sdpa_generate": (
@@ -154,15 +148,17 @@ def _lift_limits(model):
 
 def _register(calls):
     """Register onchip under the new names, and as the default instead of SDPA. `calls` counts the
-    calls of onchip and of SDPA.
+    calls of onchip and of SDPA, and the models that refuse onchip and keep SDPA.
     """
     from transformers import AttentionInterface, PreTrainedModel
 
     from onchip.integrations import transformers as adapter
 
     def default_to_onchip(self, requested, *args, **kwargs):
-        if requested is None and self._supports_sdpa and not _refuses(type(self)):
-            requested = NAMES["sdpa"]
+        if requested is None and self._supports_sdpa:
+            refuses = _refuses(type(self))
+            calls["refused"] += refuses
+            requested = None if refuses else NAMES["sdpa"]
         return choose(self, requested, *args, **kwargs)
 
     adapter.attend = _count_calls(calls, "onchip", adapter.attend)
@@ -251,6 +247,8 @@ class Upstream:
         result = yield
         if _matches(TESTS_OF_NAMES, item.name):
             return result
+        if self.calls["refused"] and not self.calls["onchip"]:
+            raise UnsupportedError("the model refuses onchip: it has attention of its own")
         if self.calls["sdpa"] and not self.calls["onchip"]:
             pytest.fail("passes with the attention of SDPA")
         if not self.calls["onchip"]:
