@@ -138,7 +138,7 @@ $(VENV)/constraints.txt: constraints.txt pyproject.toml
 
 $(VENV)/.run: $(VENV)/constraints.txt
 	@echo "Installing onchip into $(VENV) (the first time takes a minute or two) ..."
-	@$(INSTALL) "setuptools>=78.1.1" && $(INSTALL) -e . && touch $@
+	@$(INSTALL) "setuptools>=78.1.1" && $(INSTALL) -e ".[cli]" && touch $@
 
 $(VENV)/.test: $(VENV)/.run
 	@echo "Installing the test tools ..."

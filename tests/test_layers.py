@@ -27,7 +27,7 @@ ALLOWED = {
     "core.arguments": set(),
     "core.files": set(),
     "core.extras": set(),
-    "masks": set(),
+    "masks": {"core.extras"},
     "core.problem": {"masks", "core.arguments"},
     "core.backend": {"core.state", "core.problem", "masks"},
     "core.derivatives": {"core.problem"},
@@ -59,7 +59,7 @@ ALLOWED = {
     },
     "testing": {"core.state", "core.problem", "masks"},  # judges kernels, so it imports none
     "kvcache": {"core.problem", "quant"},
-    "models": {"core.files", "core.functional", "core.problem", "kvcache"},
+    "models": {"core.extras", "core.files", "core.functional", "core.problem", "kvcache"},
     "parallel": {
         *("core.state", "core.problem", "core.backend", "core.derivatives", "core.explain"),
         *("core.functional", "core.torch_op", "cost", "kernels.tiles", "masks", "models"),

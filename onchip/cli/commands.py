@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import onchip
-from onchip.core.extras import advise
+from onchip.core.extras import advise, require
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 KV_DTYPES = ("fp8", "int8")
@@ -258,6 +258,7 @@ def _positive(text: str) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    require("onchip demo", "cli", "rich", "matplotlib")
     from rich.console import Console
 
     from onchip.cli import demo, report
@@ -275,15 +276,17 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from onchip.cli import bench
-    from onchip.cli.bench import harness
 
     if args.name is None:
         for name, benchmark in bench.BENCHES.items():
             print(f"{name:<10} {benchmark.summary}")
         return 0
+    require("onchip bench", "cli", "rich", *(["matplotlib"] if args.plot else []))
+    from rich.console import Console
+
+    from onchip.cli.bench import harness
+
     module = bench.load(args.name, args.precision)
     _check_bench(args, getattr(module, "PARTS", ()))
     console = Console()
@@ -365,6 +368,7 @@ def _keep_results(args: argparse.Namespace, console, session) -> None:
 
 
 def _tune(args: argparse.Namespace) -> int:
+    require("onchip tune", "cli", "rich")
     from rich.console import Console
 
     from onchip.cli import tune
@@ -479,6 +483,7 @@ def _speed(output: Any) -> str:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    require("onchip doctor", "cli", "rich")
     from rich.console import Console
 
     from onchip import models
@@ -501,7 +506,7 @@ def _serve(args: argparse.Namespace) -> int:
     try:
         from onchip.server import command
     except ModuleNotFoundError as error:
-        raise ValueError(f"serve needs {error.name}: {advise('serve')}") from None
+        raise ValueError(f"onchip serve needs {error.name}: {advise('serve')}") from None
     return command.serve(args)
 
 

@@ -1,4 +1,15 @@
-"""How the optional packages of onchip are installed."""
+"""Optional packages: whether they are installed, and how they are installed."""
+
+from importlib.util import find_spec
+
+
+def require(program: str, extra: str, *packages: str) -> None:
+    """Raise ValueError with one sentence if a program needs packages of an extra that are not
+    installed. Nothing is imported.
+    """
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{program} needs {' and '.join(missing)}: {advise(extra)}")
 
 
 def advise(extra: str) -> str:

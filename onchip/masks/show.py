@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onchip.core.extras import advise
+
 from .blockmask import BlockMask
 
 _GLYPHS = "·▒█"  # EMPTY, PARTIAL, FULL
@@ -68,8 +70,8 @@ def _draw(mask: BlockMask, b: int, h: int, path: str) -> None:
         from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError(
-            f"drawing a mask to {path!r} needs matplotlib, which is not installed: install it, or "
-            "call show() without path for a drawing in the terminal"
+            f"drawing a mask to {path!r} needs matplotlib: {advise('cli')}; show() without path"
+            " draws in the terminal"
         ) from error
     grid = mask.status(b, h)
     if not grid.numel():

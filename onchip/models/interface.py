@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from onchip.core.extras import advise
 from onchip.core.problem import UnsupportedError
 from onchip.models import interface_check
 from onchip.models.mask_parsing import MaskFunction
@@ -60,7 +61,7 @@ def register(name: str, attend: Callable[..., Any], mask: Callable[..., Any]) ->
     except ImportError as error:
         raise UnsupportedError(
             "this runs through transformers 5.17 or later, which cannot be imported"
-            f" ({error}): pip install transformers"
+            f" ({error}): {advise('transformers')}"
         ) from None
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)

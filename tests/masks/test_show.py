@@ -64,5 +64,5 @@ def test_png(tmp_path):
 def test_without_matplotlib_the_error_names_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.colors", None)
-    with pytest.raises(ImportError, match="needs matplotlib"):
+    with pytest.raises(ImportError, match=r"needs matplotlib: pip install '\.\[cli\]' in"):
         masks.causal().show(384, path=str(tmp_path / "mask.png"))

@@ -277,7 +277,7 @@ def test_the_error_names_transformers_if_it_is_not_installed(tmp_path, monkeypat
     described_elsewhere = tmp_path / "config.json"
     described_elsewhere.write_text('{"model_type": "olmo2"}')
     safetensors.write(tmp_path / "model.safetensors", {"x": torch.zeros(3)})
-    with pytest.raises(UnsupportedError, match="pip install transformers"):
+    with pytest.raises(UnsupportedError, match=r"pip install '\.\[transformers\]' in"):
         models.inspect_foreign(tmp_path)
 
 
