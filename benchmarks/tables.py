@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 import onchip
+from benchmarks import markdown
 from onchip.cli import bench
 from onchip.cli.bench.harness import SCHEMA, SHORT, Row, geomean
 from onchip.cli.doctor import DEVICES, ordinary
@@ -99,7 +100,7 @@ def support() -> str:
         columns = {name: _support_column(name) for name in BUILT_IN}
     features = next(iter(columns.values()))
     rows = ([f, *(column[f] for column in columns.values())] for f in features)
-    return _markdown(["", *(f"`{name}`" for name in columns)], rows, centred=True)
+    return markdown.table(["", *(f"`{name}`" for name in columns)], rows, centred=True)
 
 
 def _support_column(kernel: str) -> dict[str, str]:
@@ -146,7 +147,7 @@ def options() -> str:
     names = dict.fromkeys(option for defaults in accepted.values() for option in defaults)
     cell = lambda defaults, option: f"`{defaults[option]}`" if option in defaults else NO
     rows = ([f"`{o}`", *(cell(d, o) for d in accepted.values())] for o in names)
-    return _markdown(["", *FUNCTIONS], rows)
+    return markdown.table(["", *FUNCTIONS], rows)
 
 
 def keyword_options(function: str) -> dict[str, object]:
@@ -181,7 +182,7 @@ def _bench(path: Path, form: str) -> str:
         command = command.replace(" --json", f" {meta['flags']} --json")
     triton = f", Triton {meta['triton']}" if meta["triton"] and path.stem != "cpu" else ""
     where = f"{meta['device']}, torch {meta['torch']}{triton}"
-    caption = f"{where}, commit {meta['commit']}, {meta['date'][:10]}: {command}."
+    caption = markdown.wrap(f"{where}, commit {meta['commit']}, {meta['date'][:10]}: {command}.")
     table = forms[form](rows)
     return f"{table}\n\n{caption}" if table else unknown
 
@@ -193,7 +194,7 @@ def _sheets(name: str) -> dict[str, Callable[[list[Row]], str]]:
 
     def table(rows: list[Row], sheet: Callable) -> str:
         heads, body = sheet(rows)
-        return _markdown(heads, body) if body else ""
+        return markdown.table(heads, body) if body else ""
 
     return {form: partial(table, sheet=sheet) for form, sheet in made.items()}
 
@@ -213,8 +214,8 @@ def _summary(rows: list[Row]) -> str:
         for g in groups.values()
     )
     heads = ["problem", "against", "pass", *(SHORT[dtype] for dtype in dtypes)]
-    parts = [_markdown(heads, ratios)] if groups else []
-    parts += [_markdown(["measured", "onchip", "peer"], values)] if values else []
+    parts = [markdown.table(heads, ratios)] if groups else []
+    parts += [markdown.table(["measured", "onchip", "peer"], values)] if values else []
     parts += [_left_out(doubtful)] if doubtful else []
     return "\n\n".join(parts)
 
@@ -233,7 +234,7 @@ def _grid(rows: list[Row]) -> str:
     heads = [f"{rows[0]['unit']} (ratio)" if rows else "", *(f"{n:,}" for n in lengths)]
     named = lambda head_dim, mask: f"head_dim {head_dim}, {'no mask' if mask == 'none' else mask}"
     body = ([named(*line), *(cells.get((*line, n), NO) for n in lengths)] for line in lines)
-    return _markdown(heads, body)
+    return markdown.table(heads, body)
 
 
 def _grid_cell(r: Row) -> str:
@@ -252,7 +253,7 @@ def _kernels(rows: list[Row]) -> str:
     ]
     kernels = max(lines.values(), key=len, default={})  # in their order where none is missing
     body = ([*named(*at), *(cells.get(k, NO) for k in kernels)] for at, cells in lines.items())
-    return _markdown([rows[0]["unit"] if rows else "", *kernels], body)
+    return markdown.table([rows[0]["unit"] if rows else "", *kernels], body)
 
 
 def _steps(rows: list[Row]) -> str:
@@ -264,7 +265,7 @@ def _steps(rows: list[Row]) -> str:
     cells = {at: {k: _grid_cell(r) for k, r in of.items()} for at, of in _by_problem(rows).items()}
     named = lambda d, mask, n: f"head_dim {d}, {'no mask' if mask == 'none' else mask}, {n:,}"
     heads = [f"{rows[0]['unit']} (ratio)" if rows else "", *(named(*at) for at in problems)]
-    return _markdown(heads, ([k, *(cells[at].get(k, NO) for at in problems)] for k in kernels))
+    return markdown.table(heads, ([k, *(cells[at].get(k, NO) for at in problems)] for k in kernels))
 
 
 def _by_problem(rows: list[Row]) -> dict[tuple, dict[str, Row]]:
@@ -308,26 +309,32 @@ def _peer(r: Row) -> str:
 
 
 def _every_row(rows: list[Row]) -> str:
-    heads = ["bench", "mask", "pass", "type", "head_dim", "tokens", "batch x heads", "kernel"]
-    heads += ["onchip", "best peer", "ratio", "RMSE", "peer's RMSE"]
-    return _markdown(heads, map(_cells, rows))
+    heads = ["problem", "type", "tokens", "batch x heads x head_dim", "kernel", "onchip"]
+    heads += ["best peer", "ratio", "RMSE", "peer's RMSE"]
+    return markdown.table(heads, map(_cells, rows))
 
 
 def _cells(r: Row) -> list[str]:
     number = lambda x, form: "" if x is None else format(x, form)
-    pages = f", pages of {r['page_size']}" if r.get("page_size") else ""
     return [
-        r["bench"] + pages,
-        *(r[name] for name in ("mask", "pass")),
+        _named(r),
         SHORT[r["dtype"]],
-        *(f"{r[name]:,}" if r[name] else "" for name in ("head_dim", "seqlen")),
-        f"{r['batch']} x {_heads(r)}",
+        f"{r['seqlen']:,}" if r["seqlen"] else "",
+        " x ".join(filter(None, (str(r["batch"]), _heads(r), str(r["head_dim"] or "")))),
         r["kernel"],
         _value(r),
         _peer(r),
         number(r["ratio"], ".2f") + _band(r),
         *(number(r[name], ".2e") for name in ("error", "peer_error")),
     ]
+
+
+def _named(r: Row) -> str:
+    """The benchmark, its mask and its pass; neither "none" nor a word twice."""
+    pages = f"pages of {r['page_size']}" if r.get("page_size") else ""
+    mask = "" if r["mask"] in ("none", pages) else r["mask"]
+    way = "" if r["pass"] in r["bench"].split() else r["pass"]
+    return ", ".join(filter(None, (r["bench"], pages, mask, way)))
 
 
 def _heads(r: Row) -> str:
@@ -338,12 +345,6 @@ def _heads(r: Row) -> str:
 def _band(r: Row) -> str:
     band = " ({:.2f} to {:.2f})".format(*r["band"]) if r.get("band") else ""
     return band + (f", does not count: {', '.join(r['doubts'])}" if r.get("doubts") else "")
-
-
-def _markdown(heads: list[str], rows: Iterable[list[str]], centred: bool = False) -> str:
-    line = lambda cells: f"| {' | '.join(cells)} |".replace("  ", " ")
-    rule = ["---", *([":-:" if centred else "---"] * (len(heads) - 1))]
-    return "\n".join([line(heads), line(rule), *map(line, rows)])
 
 
 def main() -> int:

@@ -14,6 +14,10 @@ PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+EVERY_PAGE = [
+    *(*PAGES, ROOT / "CHANGELOG.md"),
+    *(page for folder in ("onchip", "examples") for page in sorted((ROOT / folder).rglob("*.md"))),
+]
 MEASURED = "benchmarks/results"  # empty until a benchmark has been run
 COMMAND = re.compile(
     r"(?<![\w./-])((?:make|onchip|python -m onchip|python -m benchmarks(?= ))\b(?: [^`#\n]+)?)"
@@ -56,6 +60,14 @@ def test_the_readme_opens_with_six_lines_that_run():
     _, code = blocks((ROOT / "README.md").read_text(encoding="utf-8"), "python")[0]
     lines = [line for line in code.splitlines() if line]
     assert len(lines) == 6 and "merge_states" in code and "assert_close" in lines[-1]
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=name)
+def test_lines_have_at_most_120_characters(page):
+    """Generated tables too: benchmarks/markdown.py wraps them."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    long = [(i, len(line)) for i, line in enumerate(lines, 1) if len(line) > 120]
+    assert not long, f"(line, length): {long}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

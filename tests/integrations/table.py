@@ -10,6 +10,7 @@ own tests are from docs/transformers.json, to which `upstream.py --json` adds.
 import importlib
 import json
 import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 
@@ -40,7 +41,8 @@ MEANINGS = {
     "refused": "none does: `UnsupportedError`",
     "inner models": "it has no attention itself; each model inside it has its own verdict",
 }
-COLUMNS = ("family", "verdict", "reason", "passed", "refused", "skipped", "failed")
+COLUMNS = ("family", "verdict", "passed", "refused", "skipped", "failed")
+REASONS = "\n## Reasons\n\nWhy families are refused, whole or in part:\n\n"
 TABLE = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
 
 
@@ -80,7 +82,7 @@ def verdict(modules):
     if not reasons:
         return ("supported" if looks_up else "inner models"), ""
     sentences = [f"{', '.join(kinds)} {reason}" for reason, kinds in reasons.items()]
-    return ("in part" if looks_up else "refused"), "; ".join(sentences).replace("|", "\\|")
+    return ("in part" if looks_up else "refused"), "; ".join(sentences)
 
 
 def _models(module, base):
@@ -99,8 +101,9 @@ def page():
     head = HEAD.format(
         version=transformers.__version__, counts=summary, families=len(results), **sums
     )
-    lines = [_line(family, kind, why, results.get(family)) for family, kind, why in rows]
-    return head + TABLE + "".join(lines)
+    lines = [_line(family, kind, results.get(family)) for family, kind, _ in rows]
+    reasons = [_reason(family, why) for family, _, why in rows if why]
+    return "".join([head, TABLE, *lines, REASONS, *reasons])
 
 
 _OUTCOMES = ("passed", "refused", "skipped", "failed")
@@ -111,9 +114,13 @@ def _count(result, outcome):
     return tests if isinstance(tests, int) else len(tests)
 
 
-def _line(family, kind, why, result):
+def _line(family, kind, result):
     numbers = ["-"] * 4 if result is None else [f"{_count(result, name)}" for name in _OUTCOMES]
-    return f"| {family} | {kind} | {why} | {' | '.join(numbers)} |\n"
+    return f"| {family} | {kind} | {' | '.join(numbers)} |\n"
+
+
+def _reason(family, why):
+    return textwrap.fill(f"- {family}: {why}", 120, subsequent_indent="  ") + "\n"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ takes from it, over all Python files of the repository's newest commit (November
 """
 
 import importlib
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from onchip.integrations import flash_attn as fa
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[2] / "docs" / "integrations.md"
+WIDTH = 120  # of a line of a document
 BEGIN, END = "<!-- imports:begin -->", "<!-- imports:end -->"
 
 
@@ -63,12 +65,15 @@ def table() -> str:
     whole = sum(not lost for _, lost in found.values())
     lines = [f"{whole} of {len(found)} repositories find every name.", ""]
     lines += ["| repository | names | not supported |", "|---|---|---|"]
-    for repository, (count, lost) in found.items():
-        modules = sorted({name.rpartition(".")[0] for name in lost})
-        said = ", ".join(f"`{module}`" for module in modules)
-        said += f" ({len(lost)} names)" if lost else ""
-        lines.append(f"| {repository} | {count} | {said} |")
-    return "\n".join(lines)
+    lines += [f"| {name} | {count} | {len(lost) or ''} |" for name, (count, lost) in found.items()]
+    lines += ["", "The modules of the names that are not supported:", ""]
+    return "\n".join([*lines, *(_item(name, lost) for name, (_, lost) in found.items() if lost)])
+
+
+def _item(repository: str, lost: list[str]) -> str:
+    modules = sorted({name.rpartition(".")[0] for name in lost})
+    text = f"- {repository}: {', '.join(f'`{module}`' for module in modules)}"
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def main() -> None:
