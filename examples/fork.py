@@ -4,6 +4,8 @@
 
 A tiny decoder with random weights continues one prompt four times, by forks of a sequence. Printed
 are the page tables before and after a write; the colour of a page is its number of holders.
+
+It needs the packages of the command line: `pip install '.[cli]'`.
 """
 
 from collections.abc import Callable

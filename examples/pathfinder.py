@@ -9,6 +9,8 @@ share of the time is over. Chance is 50 %. Every stage measures a step with dens
 the block-sparse mask of FlashAttention (`onchip.masks.butterfly`), too. Run it again with the same
 --folder and it goes on. With --hint the generator also tells which pixels belong to a curve that
 has a dot, which is learnt much sooner; published figures are without.
+
+It needs the packages of the command line: `pip install '.[cli]'`.
 """
 
 import argparse

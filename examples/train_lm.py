@@ -8,6 +8,8 @@ Chapters are documents. A batch is packed: pieces of chapters, one after another
 `onchip.varlen_attention` lets nobody look into another piece. Run it again and it goes on from
 its last checkpoint; a batch depends on the seed and the number of the step alone, so that a run
 which was interrupted ends with the same weights, on a CPU bit for bit.
+
+It needs the packages of the command line: `pip install '.[cli]'`.
 """
 
 import argparse

@@ -101,6 +101,8 @@ ONLY_UNDER = {
     "triton": ("kernels/triton", "kernels/hopper", "kernels/llm", "kernels/runtime/raw_launch.py"),
     "torch.distributed": ("parallel", "integrations/flash_attn/collectives.py"),
     "transformers": ("models/interface.py", "integrations"),
+    "rich": ("cli", "engine/progress.py"),
+    "matplotlib": ("cli", "masks/show.py"),
     **dict.fromkeys(
         ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client"),
         ("server",),
