@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import benchmarks  # noqa: F401  # its suites join those of `onchip bench`
 import onchip
 from onchip.cli import commands, main
 from onchip.models import builtin
