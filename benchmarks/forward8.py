@@ -18,7 +18,8 @@ from benchmarks.accuracy_kernels import fa3_operands
 from onchip.cli.bench import gpu, patterns, peers
 from onchip.cli.bench.gpu import GpuCandidate, Inputs, RowSpec
 from onchip.cli.bench.harness import Case, Inaccurate, Row, Session, Threshold, geomean
-from onchip.core.problem import Options, Tensors, describe
+from onchip.core.problem import Options, Tensors
+from onchip.core.validation import describe
 
 # Of the root mean square of the exact output; recipes measure 5.2 to 5.5 % on N(0,1), less on
 # outliers (docs/numerics.md).

@@ -26,8 +26,9 @@ from benchmarks import markdown
 from onchip.cli import bench
 from onchip.cli.bench.harness import SCHEMA, SHORT, Row, geomean
 from onchip.cli.doctor import DEVICES, ordinary
+from onchip.core.device import DeviceInfo
 from onchip.core.dispatch import BUILT_IN, get_backend
-from onchip.core.problem import DeviceInfo, Problem
+from onchip.core.problem import Problem
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- ([\w:-]+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
         paged_attention,
         varlen_attention,
     )
-    from onchip.core.problem import LayoutWarning, UnsupportedError, checks
+    from onchip.core.problem import UnsupportedError
+    from onchip.core.validation import LayoutWarning
+    from onchip.core.values import checks
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,7 +41,9 @@ __all__ = [
 # Everything is imported at its first use: `onchip --version` needs no torch, which takes seconds.
 _HOMES = {
     **dict.fromkeys(__all__, "core.functional"),
-    **dict.fromkeys(("LayoutWarning", "UnsupportedError", "checks"), "core.problem"),
+    "LayoutWarning": "core.validation",
+    "UnsupportedError": "core.problem",
+    "checks": "core.values",
     **dict.fromkeys(("register_backend", "unregister_backend"), "core.dispatch"),
     "Backend": "core.backend",
     "explain": "core.explain",

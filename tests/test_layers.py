@@ -18,7 +18,7 @@ PACKAGE = Path(onchip.__file__).parent
 # Package -> packages it may import at any time. A package is a folder directly under onchip/; core/
 # and kernels/ are split. Every file of core/ is a package, and each kernel is one, which may import
 # the files that kernels share but no other kernel.
-_CALL = {"core.state", "core.problem", "core.backend", "masks"}
+_CALL = {"core.state", "core.device", "core.problem", "core.backend", "masks"}
 _SHARED = {"kernels.tiles", "kernels.runtime", "kernels.strips", "kernels.unpack"}
 _KERNEL = {*_CALL, *_SHARED, "core.machine", "cost", "quant"}
 ALLOWED = {
@@ -27,51 +27,64 @@ ALLOWED = {
     "core.arguments": set(),
     "core.files": set(),
     "core.extras": set(),
+    "core.device": set(),
+    "core.torch_mode": set(),
     "masks": {"core.extras"},
-    "core.problem": {"masks", "core.arguments"},
-    "core.backend": {"core.state", "core.problem", "masks"},
+    "core.problem": {"masks"},
+    "core.validation": {"core.arguments", "core.problem", "core.torch_mode"},
+    "core.values": {"core.arguments", "core.problem"},
+    "core.call_cache": {"core.problem", "core.torch_mode"},
+    "core.backend": {"core.state", "core.device", "core.problem", "masks"},
     "core.derivatives": {"core.problem"},
     "core.flops": {"core.problem"},
-    "kernels.tiles": {"core.problem"},
+    "kernels.tiles": {"core.call_cache", "core.problem"},
     "kernels.strips": {"masks"},
     "kernels.unpack": set(),
-    "kernels.runtime": {"core.problem"},
-    "quant": {"core.state", "core.problem", "masks"},
-    "cost": {"core.problem", "kernels.tiles", "masks"},
+    "kernels.runtime": {"core.call_cache", "core.problem"},
+    "quant": {"core.state", "core.problem", "core.validation", "core.values", "masks"},
+    "cost": {"core.device", "core.problem", "core.validation", "kernels.tiles", "masks"},
     "kernels.cpu": _KERNEL,
     "kernels.triton": _KERNEL,
     "kernels.hopper": _KERNEL,
     "kernels.llm": {*_KERNEL, "kernels.triton"},
-    "fold": {"core.state", "core.problem", "core.files", "cost", "masks"},
-    "core.dispatch": {"core.problem", "core.backend"},
-    "core.paged": {"core.problem", "core.backend", "core.arguments", "masks", "quant"},
+    "fold": {"core.state", "core.files", "core.problem", "core.validation", "cost", "masks"},
+    "core.dispatch": {"core.backend", "core.call_cache", "core.device", "core.problem"},
+    "core.paged": {
+        *("core.arguments", "core.backend", "core.problem", "core.torch_mode", "core.validation"),
+        *("core.values", "masks", "quant"),
+    },
     "core.torch_op": {
-        *("core.problem", "core.backend", "core.derivatives", "core.dispatch", "core.flops"),
-        *("core.paged", "kernels.runtime", "masks"),
+        *("core.backend", "core.call_cache", "core.derivatives", "core.device", "core.dispatch"),
+        *("core.flops", "core.paged", "core.problem", "core.torch_mode", "core.validation"),
+        *("core.values", "kernels.runtime", "masks"),
     },
     "core.functional": {
-        *(*_CALL, "core.arguments", "core.dispatch", "core.paged", "core.torch_op"),
-        *("cost", "fold"),
+        *(*_CALL, "core.arguments", "core.call_cache", "core.dispatch", "core.paged"),
+        *("core.torch_mode", "core.torch_op", "core.validation", "cost", "fold"),
     },
     "core.explain": {
-        *("core.problem", "core.backend", "core.arguments", "core.dispatch", "core.functional"),
-        *("core.paged", "cost", "fold", "kernels.tiles"),
+        *("core.arguments", "core.backend", "core.device", "core.dispatch", "core.functional"),
+        *("core.paged", "core.problem", "cost", "fold", "kernels.tiles"),
     },
     "testing": {"core.state", "core.problem", "masks"},  # judges kernels, so it imports none
-    "kvcache": {"core.problem", "quant"},
-    "models": {"core.extras", "core.files", "core.functional", "core.problem", "kvcache"},
+    "kvcache": {"core.device", "core.problem", "core.values", "quant"},
+    "models": {
+        *("core.device", "core.extras", "core.files", "core.functional", "core.problem"),
+        *("core.torch_mode", "core.values", "kvcache"),
+    },
     "parallel": {
-        *("core.state", "core.problem", "core.backend", "core.derivatives", "core.explain"),
-        *("core.functional", "core.torch_op", "cost", "kernels.tiles", "masks", "models"),
+        *(*_CALL, "core.call_cache", "core.derivatives", "core.explain", "core.functional"),
+        *("core.torch_op", "core.validation", "cost", "kernels.tiles", "models"),
     },
     "engine": {
-        *("core.extras", "core.files", "core.functional", "core.machine", "core.problem"),
-        *("kvcache", "models", "parallel"),
+        *("core.device", "core.extras", "core.files", "core.functional", "core.machine"),
+        *("core.problem", "kvcache", "models", "parallel"),
     },
     "server": {"core.extras", "core.problem", "engine", "models"},
     "integrations": {
-        *("core.functional", "core.problem", "core.torch_op", "core.backend", "kernels.cpu"),
-        *("masks", "models"),
+        *("core.backend", "core.call_cache", "core.device", "core.functional", "core.problem"),
+        *("core.torch_mode", "core.torch_op", "core.validation", "core.values"),
+        *("kernels.cpu", "masks", "models"),
     },
     "__init__": {
         "core.backend",
@@ -79,6 +92,8 @@ ALLOWED = {
         "core.explain",
         "core.functional",
         "core.problem",
+        "core.validation",
+        "core.values",
     },
 }
 # Imports that are allowed inside functions only: the first call that runs a kernel loads it, and

@@ -393,7 +393,7 @@ def _tune(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     import torch
 
-    from onchip.core.problem import find_device
+    from onchip.core.device import find_device
 
     device = find_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = args.on is not None or device.type == "cuda"

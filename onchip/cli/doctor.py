@@ -21,18 +21,12 @@ import torch
 import onchip
 from onchip import models
 from onchip.cli.bench import levels
+from onchip.core.device import DeviceInfo, device_info
 from onchip.core.dispatch import backend_names, get_backend
 from onchip.core.explain import human_bytes
 from onchip.core.machine import has_fast_matmul
-from onchip.core.problem import (
-    DeviceInfo,
-    Options,
-    Problem,
-    Tensors,
-    UnsupportedError,
-    describe,
-    device_info,
-)
+from onchip.core.problem import Options, Problem, Tensors, UnsupportedError
+from onchip.core.validation import describe
 from onchip.cost import hardware
 from onchip.models import foreign
 

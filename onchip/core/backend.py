@@ -23,7 +23,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from onchip.core.problem import DeviceInfo, Problem, Tensors, UnsupportedError
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import Problem, Tensors, UnsupportedError
 
 
 class Stats(NamedTuple):

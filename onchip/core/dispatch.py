@@ -12,7 +12,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from onchip.core.backend import Backend
-from onchip.core.problem import DeviceInfo, Problem, UnsupportedError, clear_call_cache
+from onchip.core.call_cache import clear_call_cache
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import Problem, UnsupportedError
 
 
 class Plan(NamedTuple):

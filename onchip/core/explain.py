@@ -14,9 +14,10 @@ from torch import Tensor
 from onchip.core import paged
 from onchip.core.arguments import refuse_unknown
 from onchip.core.backend import KeySplits, accumulator_dtype
+from onchip.core.device import DeviceInfo, device_info
 from onchip.core.dispatch import Plan, get_backend, plan
 from onchip.core.functional import attention, paged_attention, prepare_attention
-from onchip.core.problem import DeviceInfo, Options, Problem, Tensors, device_info, resolve_layout
+from onchip.core.problem import Options, Problem, Tensors, resolve_layout
 from onchip.cost import prefixes
 from onchip.cost.hardware import TABLE, Hardware, find, of_device
 from onchip.cost.roofline import (

@@ -12,23 +12,14 @@ from onchip import masks
 from onchip.core import paged, torch_op
 from onchip.core.arguments import as_int, as_ints, check_flag, refuse_unknown
 from onchip.core.backend import Result
+from onchip.core.call_cache import CachedCall, prepare
+from onchip.core.device import device_info
 from onchip.core.dispatch import plan as dispatch
 from onchip.core.dispatch import resolve_precision
-from onchip.core.problem import (
-    CachedCall,
-    Options,
-    Tensors,
-    Window,
-    check_tensor,
-    describe,
-    device_info,
-    is_autocast,
-    is_eager,
-    is_traced,
-    prepare,
-    resolve_layout,
-)
+from onchip.core.problem import Options, Tensors, Window, resolve_layout
 from onchip.core.state import merge_out_lse
+from onchip.core.torch_mode import is_autocast, is_eager, is_traced
+from onchip.core.validation import check_tensor, describe
 from onchip.cost.prefixes import costs
 from onchip.fold import cascade, offload
 from onchip.masks.blockmask import BlockMask

@@ -11,11 +11,9 @@ from torch import Tensor
 from onchip import masks
 from onchip.core.arguments import as_int
 from onchip.core.backend import Result, Stats, accumulator_dtype, empty_result
-from onchip.core.problem import (
-    Options,
-    Problem,
-    Tensors,
-    UnsupportedError,
+from onchip.core.problem import Options, Problem, Tensors, UnsupportedError
+from onchip.core.torch_mode import is_autocast
+from onchip.core.validation import (
     check_agreement,
     check_devices_and_shapes,
     check_extras,
@@ -23,10 +21,9 @@ from onchip.core.problem import (
     check_offsets_tensor,
     check_query_dtype,
     check_tensor,
-    is_autocast,
     resolve_options,
-    values_are_checked,
 )
+from onchip.core.values import values_are_checked
 from onchip.quant import kv8
 
 Forward = Callable[[Problem, Tensors], Result]

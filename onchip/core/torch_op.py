@@ -35,6 +35,7 @@ from onchip.core.backend import (
     accumulator_dtype,
     empty_result,
 )
+from onchip.core.call_cache import CachedCall, insert_bounded, prepare
 from onchip.core.derivatives import (
     SingleLevel,
     check_unmapped,
@@ -43,25 +44,13 @@ from onchip.core.derivatives import (
     refuse_forward_mode,
     refuse_second_order,
 )
+from onchip.core.device import device_info
 from onchip.core.dispatch import plan
 from onchip.core.flops import backward_flops, forward_flops, register_flop_formulas
-from onchip.core.problem import (
-    CachedCall,
-    Options,
-    Problem,
-    Tensors,
-    UnsupportedError,
-    check_extras,
-    check_packing,
-    check_qkv,
-    check_values,
-    device_info,
-    insert_bounded,
-    is_autocast,
-    is_eager,
-    prepare,
-    resolve_layout,
-)
+from onchip.core.problem import Options, Problem, Tensors, UnsupportedError, resolve_layout
+from onchip.core.torch_mode import is_autocast, is_eager
+from onchip.core.validation import check_extras, check_packing, check_qkv
+from onchip.core.values import check_values
 from onchip.kernels.runtime.replay import MAX_RECORDINGS, replay_or_run
 from onchip.masks import deferred
 from onchip.masks.blockmask import BlockMask

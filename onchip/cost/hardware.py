@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from onchip.core.problem import DeviceInfo
+from onchip.core.device import DeviceInfo
 
 KB, MB, GB = 1 << 10, 1 << 20, 10**9  # HBM is sold in decimal gigabytes, all else in binary ones
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.problem import device_info
+from onchip.core.device import device_info
 from onchip.cost.hardware import Hardware, planned_for
 from onchip.cost.roofline import forward_step
 from onchip.kernels.tiles import (

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from onchip.core.problem import Options, Problem, Tensors, describe
+from onchip.core.problem import Options, Problem, Tensors
+from onchip.core.validation import describe
 from onchip.masks import BlockMask
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from onchip.core.device import find_device
 from onchip.core.machine import matmul_dtype
-from onchip.core.problem import find_device
 from onchip.models import (
     Model,
     builtin,

@@ -22,7 +22,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from onchip.core.problem import device_info
+from onchip.core.device import device_info
 from onchip.engine.request import Request, Sample, SampledToken
 
 _UNIT = 2.0**40  # 2^18 tokens of weight 1 still fit into 63 bits

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.problem import SCORE_OPTIONS, UnsupportedError, Window, check_layout, check_window
+from onchip.core.problem import SCORE_OPTIONS, UnsupportedError, Window
 from onchip.core.state import add_sink, finalize, resume
+from onchip.core.validation import check_layout, check_window
 from onchip.fold.fold import fold
 
 KV = tuple[Tensor, Tensor]  # keys and values of a segment

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from onchip import masks
 from onchip.core import functional
-from onchip.core.problem import UnsupportedError, check_layout
+from onchip.core.problem import UnsupportedError
+from onchip.core.validation import check_layout
 from onchip.integrations.flash_attn.options import contiguous
 
 

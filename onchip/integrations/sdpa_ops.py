@@ -15,8 +15,10 @@ from torch.autograd import forward_ad as fwAD
 from torch.nn import functional as F
 
 from onchip.core import torch_op
+from onchip.core.call_cache import CachedCall
 from onchip.core.functional import prepare_attention
-from onchip.core.problem import CachedCall, Options, Tensors, UnsupportedError, is_eager
+from onchip.core.problem import Options, Tensors, UnsupportedError
+from onchip.core.torch_mode import is_eager
 from onchip.integrations.flash_attn.options import contiguous
 from onchip.integrations.sdpa_masks import block_mask
 

@@ -8,7 +8,8 @@ from functools import cache
 from math import inf, isqrt
 from typing import Any, NamedTuple
 
-from onchip.core.problem import Problem, clear_call_cache
+from onchip.core.call_cache import clear_call_cache
+from onchip.core.problem import Problem
 
 
 class TileConfig(NamedTuple):

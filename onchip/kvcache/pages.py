@@ -10,7 +10,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from onchip.core.problem import DTYPES, MAX_HEAD_DIM, checks, device_info
+from onchip.core.device import device_info
+from onchip.core.problem import DTYPES, MAX_HEAD_DIM
+from onchip.core.values import checks
 from onchip.kvcache.pool import Copy, Pool
 from onchip.quant.kv8 import MAX_VALUES, SCALE_BYTES, parse_kv_dtype, quantise
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onchip.core.functional import attention, paged_attention, varlen_attention
-from onchip.core.problem import DTYPES, checks
+from onchip.core.problem import DTYPES
+from onchip.core.values import checks
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models.config import Layer, ModelConfig
 from onchip.models.pointwise import (

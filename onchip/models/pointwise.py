@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.core.problem import device_info, is_eager
+from onchip.core.device import device_info
+from onchip.core.torch_mode import is_eager
 
 
 class Norms(NamedTuple):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from onchip.core.derivatives import refuse_transforms
 from onchip.core.functional import autocast, seed_tensor
-from onchip.core.problem import Options, Tensors, UnsupportedError, Window, check_qkv, describe
+from onchip.core.problem import Options, Tensors, UnsupportedError, Window
+from onchip.core.validation import check_qkv, describe
 from onchip.masks import BlockMask, as_mask
 from onchip.parallel import digests
 from onchip.parallel.comm import Comm

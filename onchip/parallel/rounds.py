@@ -42,7 +42,10 @@ from torch import Tensor
 
 from onchip.core import torch_op
 from onchip.core.backend import Grads, accumulator_dtype
-from onchip.core.problem import CachedCall, Options, Tensors, Window, describe, device_info, prepare
+from onchip.core.call_cache import CachedCall, prepare
+from onchip.core.device import device_info
+from onchip.core.problem import Options, Tensors, Window
+from onchip.core.validation import describe
 from onchip.masks import BlockMask, Mask
 from onchip.masks.nodes import Grid, Interval, Node, both, build
 from onchip.masks.submask import node_of, submask

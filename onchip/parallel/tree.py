@@ -19,8 +19,9 @@ from torch import Tensor
 from onchip.core.backend import accumulator_dtype
 from onchip.core.derivatives import refuse_transforms
 from onchip.core.functional import UNBOUNDED, attention, paged_attention
-from onchip.core.problem import SCORE_OPTIONS, UnsupportedError, Window, check_layout, check_window
+from onchip.core.problem import SCORE_OPTIONS, UnsupportedError, Window
 from onchip.core.state import add_sink, finalize, merge_out_lse, resume
+from onchip.core.validation import check_layout, check_window
 from onchip.parallel import digests
 from onchip.parallel.comm import Comm, as_comm
 

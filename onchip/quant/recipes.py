@@ -16,17 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.problem import (
-    Options,
-    Problem,
-    Tensors,
-    Window,
-    check_offsets_tensor,
-    check_tensor,
-    check_values,
-    describe,
-)
+from onchip.core.problem import Options, Problem, Tensors, Window
 from onchip.core.state import State, finalize, fold_tiles
+from onchip.core.validation import check_offsets_tensor, check_tensor, describe
+from onchip.core.values import check_values
 from onchip.masks.visibility import Visibility
 from onchip.quant import formats
 from onchip.quant.accumulator import Accumulator, add_product

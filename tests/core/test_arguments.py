@@ -8,7 +8,7 @@ import torch
 
 import onchip
 import onchip.testing as ot
-from onchip.core import problem
+from onchip.core import call_cache, validation
 from onchip.core.arguments import FOREIGN_NAMES
 
 PACKED = ot.make_packed([3, 5], head_dim=8)
@@ -130,8 +130,8 @@ class TestNumbers:
 class TestLayout:
     @pytest.fixture(autouse=True)
     def unwarned(self, monkeypatch):
-        monkeypatch.setattr(problem, "_layout_warned", False)
-        problem.clear_call_cache()
+        monkeypatch.setattr(validation, "_layout_warned", False)
+        call_cache.clear_call_cache()
 
     def test_heads_first_warns_once_with_the_transpose(self):
         q, k, v = (t.transpose(1, 2).contiguous() for t in ot.make_qkv(1, 200, num_heads=4))

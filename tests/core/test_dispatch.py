@@ -11,8 +11,9 @@ import torch
 import onchip
 from onchip.core import dispatch
 from onchip.core.backend import Backend, Result, make_backend
+from onchip.core.device import DeviceInfo
 from onchip.core.dispatch import plan
-from onchip.core.problem import DeviceInfo, Problem, Tensors, has_uniform_lengths
+from onchip.core.problem import Problem, Tensors, has_uniform_lengths
 from onchip.testing import make_qkv
 
 H200 = DeviceInfo("cuda", "H200", (9, 0))

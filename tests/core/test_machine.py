@@ -12,7 +12,8 @@ import onchip
 import onchip.testing as ot
 from onchip.cli import doctor
 from onchip.core import machine
-from onchip.core.problem import Options, Tensors, describe
+from onchip.core.problem import Options, Tensors
+from onchip.core.validation import describe
 from onchip.engine import ranks
 from onchip.kernels.cpu import aten
 from onchip.models import Decoder, builtin, save

@@ -6,7 +6,9 @@ import torch
 import onchip
 from onchip import quant
 from onchip.core import dispatch
-from onchip.core.problem import DeviceInfo, Options, Tensors, UnsupportedError, describe
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import Options, Tensors, UnsupportedError
+from onchip.core.validation import describe
 from onchip.testing import make_qkv
 
 LOW_PRECISIONS = ("fp8", "int8", "int8_pv16")

@@ -5,7 +5,8 @@ import torch
 
 import onchip.testing as ot
 from onchip import masks
-from onchip.core.problem import Options, Tensors, describe
+from onchip.core.problem import Options, Tensors
+from onchip.core.validation import describe
 from onchip.cost import make_problem
 
 

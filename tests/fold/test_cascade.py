@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import onchip
 from onchip.core import dispatch, functional
-from onchip.core.problem import DeviceInfo, Problem, SMPartition, Tensors, has_uniform_lengths
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import Problem, SMPartition, Tensors, has_uniform_lengths
 from onchip.cost.prefixes import Occupancy, PrefixCosts, costs
 from onchip.fold import cascade
 from onchip.testing import assert_accurate

@@ -8,7 +8,8 @@ import torch
 from onchip.core import torch_op
 from onchip.core.backend import accumulator_dtype
 from onchip.core.functional import attention, merge_states
-from onchip.core.problem import Options, Tensors, describe
+from onchip.core.problem import Options, Tensors
+from onchip.core.validation import describe
 from onchip.kernels.tiles import TritonConfig
 from onchip.masks import dense
 from tests.interpreted import INTERPRETED, interpreted

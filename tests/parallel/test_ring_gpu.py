@@ -7,8 +7,9 @@ import torch
 
 import onchip
 from onchip.core import torch_op
+from onchip.core.device import device_info
 from onchip.core.dispatch import plan
-from onchip.core.problem import device_info, resolve_layout
+from onchip.core.problem import resolve_layout
 from onchip.parallel.comm import run_ranks
 from onchip.parallel.rounds import (
     GlobalMask,

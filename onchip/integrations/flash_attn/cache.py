@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.problem import UnsupportedError, check_layout, values_are_checked
+from onchip.core.problem import UnsupportedError
+from onchip.core.validation import check_layout
+from onchip.core.values import values_are_checked
 from onchip.integrations.flash_attn.options import FlashArguments, window
 
 MAX_PAGE_SIZE = 256  # of rows as pages: the largest pages that the Hopper kernel copies

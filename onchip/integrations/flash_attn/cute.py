@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from onchip.core import functional
-from onchip.core.problem import UnsupportedError, check_offsets_tensor
+from onchip.core.problem import UnsupportedError
+from onchip.core.validation import check_offsets_tensor
 from onchip.integrations.flash_attn.hopper import check_no_gradient, flash_attn_combine, refuse
 from onchip.integrations.flash_attn.options import contiguous
 

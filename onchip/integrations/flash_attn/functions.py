@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from onchip.core import functional
-from onchip.core.problem import UnsupportedError, check_offsets_tensor
+from onchip.core.problem import UnsupportedError
+from onchip.core.validation import check_offsets_tensor
 from onchip.integrations.flash_attn.cache import check_pages, check_table
 from onchip.integrations.flash_attn.options import (
     FlashArguments,

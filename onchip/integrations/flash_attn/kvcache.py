@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from onchip.core import functional
-from onchip.core.problem import device_info, values_are_checked
+from onchip.core.device import device_info
+from onchip.core.values import values_are_checked
 from onchip.integrations.flash_attn.cache import (
     FlashCache,
     check_ints,

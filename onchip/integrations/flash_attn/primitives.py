@@ -11,7 +11,8 @@ from torch import Tensor
 
 from onchip.core import functional, torch_op
 from onchip.core.backend import accumulator_dtype, row_delta
-from onchip.core.problem import Options, Tensors, UnsupportedError, check_offsets_tensor
+from onchip.core.problem import Options, Tensors, UnsupportedError
+from onchip.core.validation import check_offsets_tensor
 from onchip.integrations.flash_attn.cache import check_pages, check_table
 from onchip.integrations.flash_attn.options import (
     FlashArguments,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from onchip.core.problem import values_are_checked
+from onchip.core.values import values_are_checked
 
 
 def apply_rotary_emb(

@@ -35,7 +35,8 @@ from onchip.core.backend import (
     row_delta,
     sink_gradient,
 )
-from onchip.core.problem import DeviceInfo, Problem, Tensors
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import Problem, Tensors
 from onchip.core.state import add_sink, finalize, resume
 from onchip.kernels.cpu.head_slice import HeadSlice, head_slices
 from onchip.kernels.cpu.scores import grouped_matmul

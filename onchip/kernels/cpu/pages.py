@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from onchip.core.backend import Result, accumulator_dtype, empty_result, lacks, make_backend
-from onchip.core.problem import DeviceInfo, Problem, Tensors
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import Problem, Tensors
 from onchip.core.state import State, add_sink, finalize, lift, merge
 from onchip.quant.kv8 import dequantise
 

@@ -18,7 +18,8 @@ from onchip.core.backend import (
     make_backend,
     row_delta,
 )
-from onchip.core.problem import LOW_PRECISIONS, DeviceInfo, Problem, Tensors
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import LOW_PRECISIONS, Problem, Tensors
 from onchip.kernels.cpu.head_slice import HeadSlice, head_slices
 from onchip.kernels.cpu.scores import Scorer, TileBounds, grouped_matmul
 from onchip.quant import recipes

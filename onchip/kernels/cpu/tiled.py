@@ -21,7 +21,8 @@ from onchip.core.backend import (
     row_delta,
     sink_gradient,
 )
-from onchip.core.problem import DeviceInfo, Problem, Tensors
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import Problem, Tensors
 from onchip.core.state import State, add_sink, finalize, fold_tiles
 from onchip.kernels.cpu.head_slice import HeadSlice, head_slices
 from onchip.kernels.cpu.scores import Scorer, TileBounds, grouped_matmul, sum_over_groups

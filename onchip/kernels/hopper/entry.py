@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from onchip.core.backend import AccumulateFn, Backend, KeySplits, MergeFn, lacks
-from onchip.core.problem import LOW_PRECISIONS, DeviceInfo, Problem, Tensors
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import LOW_PRECISIONS, Problem, Tensors
 from onchip.cost.hardware import Hardware, planned_for
 from onchip.kernels.runtime.launcher import on_device
 from onchip.kernels.tiles import (

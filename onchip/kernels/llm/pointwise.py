@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.core.backend import scale_strides
-from onchip.core.problem import device_info
+from onchip.core.device import device_info
 from onchip.kernels.runtime.launcher import CachedLauncher, on_device
 from onchip.kernels.tiles import TRITON_GATE, TRITON_NORM, TRITON_PLACE, TritonConfig
 from onchip.kernels.triton.kv8 import compute_scale, quantise

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.problem import insert_bounded
+from onchip.core.call_cache import insert_bounded
 
 _INT32 = 1 << 31
 # Strides are part of a variant's key, and a long-lived process sees any number of strides: both

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onchip.core.problem import CachedCall, Problem, Tensors, insert_bounded
+from onchip.core.call_cache import CachedCall, insert_bounded
+from onchip.core.problem import Problem, Tensors
 from onchip.kernels.runtime import raw_launch
 from onchip.kernels.runtime.counters import counter, is_pooled
 from onchip.kernels.runtime.launcher import observe_launches, on_device

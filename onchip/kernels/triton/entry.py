@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from onchip.core.backend import Backend, Grads, KeySplits, Result
-from onchip.core.problem import DeviceInfo, Problem, Tensors
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import Problem, Tensors
 from onchip.cost.hardware import Hardware
 from onchip.kernels.runtime.launcher import on_device
 

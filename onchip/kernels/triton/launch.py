@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.problem import Problem, Tensors, device_info
+from onchip.core.device import device_info
+from onchip.core.problem import Problem, Tensors
 from onchip.kernels.tiles import TritonConfig, TritonUse, triton_config
 
 # Arguments that change with the lengths of a call. Triton must not compile a variant for a value of

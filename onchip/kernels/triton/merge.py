@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from onchip.core.problem import device_info
+from onchip.core.device import device_info
 from onchip.kernels.runtime.launcher import CachedLauncher
 from onchip.kernels.tiles import TRITON_STREAMED
 from onchip.kernels.triton.launch import dependent_options, launch_options, padded

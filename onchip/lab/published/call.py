@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from onchip.core.backend import Result, accumulator_dtype, empty_result, lacks
-from onchip.core.problem import DeviceInfo, Problem, Tensors
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import Problem, Tensors
 from onchip.kernels.cpu.head_slice import HeadSlice, head_slices
 from onchip.kernels.cpu.scores import Scorer, TileBounds
 from onchip.kernels.tiles import TileConfig

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from onchip.core.backend import Grads, Result, make_backend
-from onchip.core.problem import DeviceInfo, Problem, Tensors
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import Problem, Tensors
 from onchip.kernels.tiles import paper_sram
 
 from .call import PaperCall, calls, cuts, explain_unsupported, results

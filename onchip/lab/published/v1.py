@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from onchip.core.backend import Grads, Result, make_backend
-from onchip.core.problem import DeviceInfo, Problem, Tensors
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import Problem, Tensors
 from onchip.kernels.tiles import TileConfig, paper_v1_tiles
 
 from .call import PaperCall, calls, convert, explain_unsupported, overlaps, results

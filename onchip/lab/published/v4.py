@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from onchip.core.backend import Grads, Result, lacks, make_backend
-from onchip.core.problem import DeviceInfo, Problem, Tensors
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import Problem, Tensors
 
 from . import v2
 from .arithmetic import POLYNOMIALS, Arithmetic

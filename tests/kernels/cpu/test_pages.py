@@ -8,7 +8,8 @@ import torch
 import onchip
 import onchip.testing as ot
 from onchip.core import dispatch, paged
-from onchip.core.problem import DeviceInfo, Options, Tensors
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import Options, Tensors
 from onchip.kernels.cpu import pages
 from tests.kv8 import FORMS, on_grid, quantise_pages
 

@@ -18,7 +18,9 @@ import torch
 import onchip.testing as ot
 from onchip import masks
 from onchip.core import paged
-from onchip.core.problem import DeviceInfo, Options, Problem, SMPartition, Tensors, describe
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import Options, Problem, SMPartition, Tensors
+from onchip.core.validation import describe
 from onchip.cost import footprint
 from onchip.cost.footprint import HANDED_OVER, Footprint
 from onchip.kernels import tiles

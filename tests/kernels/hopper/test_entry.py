@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from onchip.core.problem import Options, Tensors, describe
+from onchip.core.problem import Options, Tensors
+from onchip.core.validation import describe
 from onchip.kernels.hopper import entry
 from onchip.testing import make_qkv
 

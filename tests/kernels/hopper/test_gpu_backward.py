@@ -6,7 +6,8 @@ import torch
 import onchip
 from onchip import masks
 from onchip.core import torch_op
-from onchip.core.problem import Options, Tensors, describe
+from onchip.core.problem import Options, Tensors
+from onchip.core.validation import describe
 from onchip.testing import assert_accurate, make_packed, oracle, rmse
 from tests.kernels.gpu import DIMS, inputs, late_writer
 

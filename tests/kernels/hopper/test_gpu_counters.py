@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import onchip
-from onchip.core.problem import Options, Tensors, describe
+from onchip.core.problem import Options, Tensors
+from onchip.core.validation import describe
 from onchip.kernels.hopper import entry
 from onchip.kernels.runtime import counters
 from onchip.testing import make_packed, make_pages

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import onchip
-from onchip.core.problem import Options, Tensors, describe
+from onchip.core.problem import Options, Tensors
+from onchip.core.validation import describe
 from onchip.kernels.hopper.entry import splits_keys
 from onchip.kernels.tiles import HOPPER_PAGE_SIZES
 from onchip.testing import assert_accurate, make_packed, make_pages

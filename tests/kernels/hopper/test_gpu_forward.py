@@ -8,7 +8,8 @@ import torch
 
 import onchip
 from onchip import masks
-from onchip.core.problem import Options, Tensors, describe
+from onchip.core.problem import Options, Tensors
+from onchip.core.validation import describe
 from onchip.kernels import tiles
 from onchip.kernels.hopper import entry
 from onchip.kernels.runtime import replay

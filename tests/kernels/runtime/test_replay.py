@@ -14,7 +14,9 @@ import torch
 
 import onchip
 from onchip.core.backend import Result, Stats
-from onchip.core.problem import CachedCall, Options, Tensors, clear_call_cache, describe
+from onchip.core.call_cache import CachedCall, clear_call_cache
+from onchip.core.problem import Options, Tensors
+from onchip.core.validation import describe
 from onchip.kernels.runtime import raw_launch, replay
 from onchip.kernels.runtime.counters import counter
 from onchip.kernels.runtime.launcher import CachedLauncher

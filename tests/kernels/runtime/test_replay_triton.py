@@ -10,7 +10,8 @@ import torch
 
 import onchip
 import onchip.testing as ot
-from onchip.core import problem, torch_op
+from onchip.core import call_cache, torch_op
+from onchip.core.device import DeviceInfo
 from onchip.kernels.runtime import raw_launch, replay
 from onchip.kernels.runtime.launcher import CachedLauncher
 
@@ -38,7 +39,7 @@ MODULES = (
     decode,
     forward,
 )
-HOPPER = problem.DeviceInfo("cuda", "NVIDIA H200", (9, 0))
+HOPPER = DeviceInfo("cuda", "NVIDIA H200", (9, 0))
 FORM = {"swizzle": 3, "elem_size": 2, "elem_type": 8, "block_size": [1, 1, 64, 64]}
 FORM["fp4_padded"] = False
 
@@ -92,10 +93,10 @@ def fake(monkeypatch):
     for launcher in (h for m in MODULES for h in vars(m).values() if isinstance(h, CachedLauncher)):
         monkeypatch.setattr(launcher, "_signatures", {})
     raw_launch.runtime.cache_clear()
-    problem.clear_call_cache()
+    call_cache.clear_call_cache()
     yield found
     raw_launch.runtime.cache_clear()
-    problem.clear_call_cache()
+    call_cache.clear_call_cache()
 
 
 def compiled(fake, kernel, key, signature):

@@ -16,7 +16,9 @@ import torch
 import onchip.testing as ot
 from onchip import masks
 from onchip.core import paged
-from onchip.core.problem import DeviceInfo, Options, Tensors, describe
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import Options, Tensors
+from onchip.core.validation import describe
 from onchip.cost import footprint
 from onchip.kernels.tiles import TritonConfig
 from tests.kv8 import quantise_pages

@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from onchip.core.problem import DeviceInfo, Problem
+from onchip.core.device import DeviceInfo
+from onchip.core.problem import Problem
 from onchip.kernels.triton.entry import backend
 
 PROBLEM = Problem(1, 5, 5, 2, 2, 64, 64, torch.bfloat16, torch.bfloat16, 0.125)

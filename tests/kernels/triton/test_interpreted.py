@@ -223,7 +223,8 @@ def test_nan_in_a_block_that_no_row_sees(dtype):
 @interpreted
 def test_bad_offsets_give_wrong_rows_and_no_access_out_of_bounds():
     """The kernels clamp offsets: a GPU cannot check them without a synchronisation."""
-    from onchip.core.problem import Options, Tensors, describe
+    from onchip.core.problem import Options, Tensors
+    from onchip.core.validation import describe
     from onchip.kernels.triton.entry import backend
 
     q, k, v = (x[0] for x in ot.make_qkv(1, 20, 24, head_dim=16))

@@ -5,7 +5,8 @@ on the CPU, and on a GPU where there is one.
 import pytest
 import torch
 
-from onchip.core.problem import Options, Tensors, describe
+from onchip.core.problem import Options, Tensors
+from onchip.core.validation import describe
 from onchip.quant import lse_shift, prepare, rotate, smooth_keys
 from onchip.quant.recipes import RECIPES
 from onchip.testing import make_qkv

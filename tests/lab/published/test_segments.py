@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import onchip.testing as ot
-from onchip.core.problem import Options, Tensors, describe
+from onchip.core.problem import Options, Tensors
+from onchip.core.validation import describe
 from onchip.cost import make_problem
 from onchip.lab import traffic
 from onchip.lab.published import ledger
