@@ -27,7 +27,7 @@ from onchip.cli import bench
 from onchip.cli.bench.harness import SCHEMA, SHORT, Row, geomean
 from onchip.cli.doctor import DEVICES, ordinary
 from onchip.core.device import DeviceInfo
-from onchip.core.dispatch import BUILT_IN, get_backend
+from onchip.core.dispatch import BUILT_IN, find_refusal, get_backend
 from onchip.core.problem import Problem
 
 ROOT = Path(__file__).parents[1]
@@ -109,19 +109,20 @@ def _support_column(kernel: str) -> dict[str, str]:
     one query over pages if it serves no other.
     """
     backend = get_backend(kernel)
+    refusal = partial(find_refusal, backend)
     homes = product(({}, DECODE), (torch.float32, torch.bfloat16), DEVICES.values())
-    served = lambda change, t, device: backend.supports(_plain(t, change), device) is None
+    served = lambda change, t, device: refusal(_plain(t, change), device) is None
     change, dtype, home = next(case for case in homes if served(*case))
     plain = {t: _plain(t, change) for ts in PRECISIONS.values() for t in ts}
     base = plain[dtype]
     mark = lambda answers: YES if all(answer is None for answer in answers) else NO
-    there = lambda device: any(backend.supports(p, device) is None for p in plain.values())
+    there = lambda device: any(refusal(p, device) is None for p in plain.values())
     others = [name for name, device in OTHER_DEVICES.items() if there(device)]
     return {
         "forward": YES,
         "backward": YES if backend.has_backward else NO,
-        **{o: mark([backend.supports(base._replace(**x), home)]) for o, x in OPTIONS.items()},
-        **{p: mark(backend.supports(plain[t], home) for t in ts) for p, ts in PRECISIONS.items()},
+        **{o: mark([refusal(base._replace(**x), home)]) for o, x in OPTIONS.items()},
+        **{p: mark(refusal(plain[t], home) for t in ts) for p, ts in PRECISIONS.items()},
         "CPU": YES if there(DEVICES["CPU"]) else NO,
         "other torch devices": YES if len(others) == len(OTHER_DEVICES) else ", ".join(others),
     }

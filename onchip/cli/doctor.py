@@ -22,7 +22,7 @@ import onchip
 from onchip import models
 from onchip.cli.bench import levels
 from onchip.core.device import DeviceInfo, device_info
-from onchip.core.dispatch import backend_names, get_backend
+from onchip.core.dispatch import backend_names, find_refusal, get_backend
 from onchip.core.explain import human_bytes
 from onchip.core.machine import has_fast_matmul
 from onchip.core.problem import Options, Problem, Tensors, UnsupportedError
@@ -109,8 +109,10 @@ def support_table(
     table = []
     for kernel in backend_names():
         for label, device in (devices or DEVICES).items():
-            supports = get_backend(kernel).supports
-            answers = {p: supports(problem_of(t), device) for p, t in PRECISIONS.items()}
+            backend = get_backend(kernel)
+            answers = {
+                p: find_refusal(backend, problem_of(t), device) for p, t in PRECISIONS.items()
+            }
             served = tuple(p for p, reason in answers.items() if reason is None)
             table.append(Support(kernel, label, served, {p: r for p, r in answers.items() if r}))
     return table

@@ -8,16 +8,19 @@ registered backends in order of priority, and the first that supports a call run
 
     attention(q, k, v, ...)
       -> Problem (the options and sizes, hashable) and Tensors
-      -> dispatch.plan: per backend  precisions, supports, has_backward, defers
+      -> dispatch.plan: per backend  options, precisions, supports, has_backward, defers
       -> backend.forward(problem, tensors) -> Result
 
 Every hook is a method or an attribute of `Backend`. A hook that a subclass does not define keeps
 the default, which is always the plain way: no pages, no splits, no merge, no deferral. Callers
 read the hooks directly. They never probe with hasattr, so a misspelt hook is never called.
+
+A backend declares the options that it computes. Dispatch refuses a call with any other option, so
+an option that is added to `Problem` is refused by every backend until one declares it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -117,18 +120,28 @@ class Backend(ABC):
     - In `backward`, out and lse may belong to the same queries over more keys than the call has
       (a ring, a split of the keys). The gradients are then the share of these keys. So a backward
       takes p = exp(s - lse) and delta from the given tensors, and never recomputes lse or out.
-    - The Problem has more options than most backends serve. `supports` refuses the rest with a
-      sentence; `lacks` writes it. The sentence continues "kernel 'x' cannot serve this call: ...".
+    - `options` names every option that `forward` and `backward` compute. `supports` refuses the
+      rest: devices, dtypes, sizes, and options that do not go together (`lacks` writes such a
+      sentence). Its sentences continue "kernel 'x' cannot serve this call: ...".
     """
+
+    options: Set[str] = frozenset()
+    """The options that `forward` and `backward` compute: fields of Problem with a default, except
+    those in problem.UNDECLARED. Dispatch refuses calls that use any other option. The fields
+    without a default (sizes, dtypes, softmax_scale) belong to every call.
+
+    With "page_size", `forward` reads k and v through x.page_table. Otherwise the keys of a paged
+    call are gathered first, and `forward` receives packed sequences, or dense ones with a mask if
+    the call has a tree mask. Then the backend needs "packed" and "has_mask" instead."""
 
     precisions: tuple[str | None, ...] = (None,)
     """The values of problem.precision that `forward` computes with. None: products in the dtype of
     q, k and v. Dispatch refuses all others before it calls `supports`."""
 
-    reads_pages: bool = False
-    """Whether `forward` reads k and v through x.page_table. If False, the keys of a paged call are
-    gathered first, and `forward` receives packed sequences: a backend without packed sequences must
-    refuse problem.page_size, because `supports` is not called again."""
+    @property
+    def reads_pages(self) -> bool:
+        """Whether `forward` reads k and v through x.page_table. If not, they are gathered first."""
+        return "page_size" in self.options
 
     @property
     def has_backward(self) -> bool:
@@ -211,15 +224,15 @@ def make_backend(
     forward: Callable[[Problem, Tensors], Result],
     backward: Callable[..., Grads] | None = None,
     *,
+    options: Set[str] = frozenset(),
     precisions: tuple[str | None, ...] = (None,),
-    reads_pages: bool = False,
 ) -> Backend:
     """A Backend from the functions of a module, which take no self. They become static methods: a
     call passes through no further layer.
     """
     functions = {"supports": supports, "forward": forward, "backward": backward}
     hooks: dict[str, Any] = {n: staticmethod(f) for n, f in functions.items() if f is not None}
-    hooks |= {"precisions": precisions, "reads_pages": reads_pages}
+    hooks |= {"options": options, "precisions": precisions}
     return type("FunctionBackend", (Backend,), hooks)()
 
 
@@ -281,9 +294,20 @@ def empty_result(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(*entries, heads, seqlen, dtype=wide)
 
 
-def lacks(options: dict[str, object]) -> str | None:
-    """'has no a and no b', of the options that a call uses and the backend lacks; None if none.
-    options: name -> whether the call uses it.
+# Names of options in sentences, where the field of Problem would not be understood.
+_LABELS = {
+    "deterministic": "deterministic mode",
+    "packed": "packed sequences",
+    "has_alibi": "alibi_slopes",
+    "page_size": "pages",
+    "page_dtype": "8-bit pages",
+}
+
+
+def lacks(problem: Problem, served: Set[str]) -> str | None:
+    """'has no a and no b', of the options that a call uses and that are not among `served`; None if
+    there are none.
     """
-    missing = [name for name, is_used in options.items() if is_used]
-    return f"has no {' and no '.join(missing)}" if missing else None
+    missing = [name for name in problem.used_options if name not in served]
+    names = [_LABELS.get(name, name.removeprefix("has_")) for name in missing]
+    return f"has no {' and no '.join(names)}" if names else None

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from onchip.core.backend import Backend
+from onchip.core.backend import Backend, lacks
 from onchip.core.call_cache import clear_call_cache
 from onchip.core.device import DeviceInfo
-from onchip.core.problem import Problem, UnsupportedError
+from onchip.core.problem import UNDECLARED, Problem, UnsupportedError
 
 
 class Plan(NamedTuple):
@@ -85,6 +85,9 @@ def get_backend(name: str) -> Backend:
     backend = source if isinstance(source, Backend) else source()
     if not isinstance(backend, Backend):
         raise TypeError(f"the function registered as {name!r} returned {backend!r}, not a Backend")
+    unknown = backend.options - (Problem._field_defaults.keys() - UNDECLARED)
+    if unknown:
+        raise ValueError(f"backend {name!r} declares {min(unknown)!r}, no option of Problem")
     return _loaded.setdefault(name, backend)
 
 
@@ -109,7 +112,7 @@ def _plan(key: tuple, device: DeviceInfo, kernel: str | None, backward: bool) ->
     reasons = {}
     chosen = None
     for name in _registry:
-        reason = _find_refusal(get_backend(name), problem, device, backward, kernel == name)
+        reason = find_refusal(get_backend(name), problem, device, backward, kernel == name)
         if reason is not None:
             reasons[name] = reason
         elif chosen is None and kernel in (None, name):
@@ -133,23 +136,39 @@ def resolve_precision(problem: Problem, device: DeviceInfo) -> str | None:
         if precision is None:
             continue
         narrowed = problem._replace(precision=precision)
-        if _find_refusal(backend, narrowed, device, backward=False, is_named=True) is None:
+        if find_refusal(backend, narrowed, device) is None:
             return precision
     return None
 
 
-def _find_refusal(
-    backend: Backend, problem: Problem, device: DeviceInfo, backward: bool, is_named: bool
+def find_refusal(
+    backend: Backend,
+    problem: Problem,
+    device: DeviceInfo,
+    backward: bool = False,
+    is_named: bool = True,
 ) -> str | None:
-    """Why the backend does not run the problem, or None if it does."""
+    """Why the backend does not run the problem, or None if it does. No backend runs a problem with
+    an option that it does not declare, whatever its `supports` says.
+    """
     if problem.precision not in backend.precisions:
         return f"computes with q, k and v as they come, not with precision={problem.precision!r}"
     if backward and not backend.has_backward:
         return "has no backward"
-    reason = backend.supports(problem, device)
+    reason = backend.supports(problem, device)  # first: it may give a reason for its refusal
+    reason = reason or lacks(_as_received(backend, problem), backend.options)
     if reason is None and not backward and not is_named:
         return backend.defers(problem)
     return reason
+
+
+def _as_received(backend: Backend, problem: Problem) -> Problem:
+    """The problem with the options that `forward` receives: see paged.gather_and_forward."""
+    if not problem.page_size or backend.reads_pages:
+        return problem
+    has_mask = problem.has_mask or problem.has_tree_mask
+    gathered = problem._replace(page_size=0, page_dtype=None, packed=True)
+    return gathered._replace(has_tree_mask=False, has_mask=has_mask)
 
 
 def _describe_refusal(kernel: str | None, reasons: dict[str, str]) -> str:

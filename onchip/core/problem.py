@@ -78,9 +78,9 @@ class Options(NamedTuple):
     the torch op (torch_op.py) are generated from them, and `explain` takes them by name. To add a
     scalar option: a field here, the same field in `Problem`, a check in `resolve_options`. To add a
     tensor: a field in `Tensors`, a flag in `Problem` that `Problem.of` sets, a check in
-    `check_extras`. An option of single scores also goes into SCORE_OPTIONS. Then the public
-    functions, the kernels that serve it, a refusal in `supports` of each kernel that does not, the
-    oracle in `testing`, and docs/options.md.
+    `check_extras`. An option of single scores also goes into SCORE_OPTIONS. From then on every
+    backend refuses it. Then the public functions, the kernels that serve it and declare it
+    (`Backend.options`), the oracle in `testing`, and docs/options.md.
     """
 
     out_dtype: torch.dtype | None = None  # None: q's
@@ -100,12 +100,20 @@ class Options(NamedTuple):
 # Options that act on one score alone. A call over some of the keys (a level of a cascade, a
 # segment, the keys of one rank) takes them unchanged.
 SCORE_OPTIONS = ("softmax_scale", "softcap")
+# Fields of Problem that have a default but are not declared in Backend.options. precision is
+# declared in Backend.precisions, with its values. precise_delta is computed outside of backends. A
+# backend may ignore the others: they change no result.
+UNDECLARED = frozenset(
+    ("precision", "precise_delta", "return_lse", "sm_partition", "aligned", "uniform_lengths")
+)
 
 
 class Problem(NamedTuple):
     """One call without its tensors: hashable, because plans are cached on it. The lengths of a
     packed call are the longest of its batch. The seqlen_k of a paged call is the capacity of a row
     of its page table, in tokens.
+
+    The fields with a default are the options of the call, except those in UNDECLARED.
     """
 
     batch: int
@@ -177,6 +185,15 @@ class Problem(NamedTuple):
             page_size=k.shape[1] if has_pages else 0,
             page_dtype=None if x.k_scales is None else k.dtype,
         )
+
+    @property
+    def used_options(self) -> list[str]:
+        """The options that do not have their default. A backend that runs the call declares each
+        of them (`Backend.options`).
+        """
+        options = self._field_defaults.items()
+        used = [name for name, default in options if getattr(self, name) != default]
+        return [name for name in used if name not in UNDECLARED]
 
     @property
     def group_size(self) -> int:

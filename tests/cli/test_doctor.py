@@ -107,7 +107,7 @@ def test_the_table_is_asked_for_not_typed(monkeypatch):
             return f"needs sm_90, found {device.name or device.type}"
         return None if problem.dtype.itemsize == 2 else f"needs 16 bits, found {problem.dtype}"
 
-    backend = make_backend(supports, forward=lambda problem, x: None)
+    backend = make_backend(supports, lambda problem, x: None, options={"causal"})
     monkeypatch.setattr(doctor, "backend_names", lambda: ("made_up",))
     monkeypatch.setattr(doctor, "get_backend", lambda name: backend)
     table = {s.device: s for s in support_table()}

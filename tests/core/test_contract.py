@@ -16,6 +16,8 @@ import onchip
 import onchip.lab  # registers the kernels of the papers
 import onchip.testing as ot
 from onchip import masks
+from onchip.core.dispatch import get_backend
+from onchip.core.problem import UNDECLARED, Problem
 from onchip.kernels.cpu import tiled
 from onchip.kernels.tiles import TileConfig
 
@@ -222,6 +224,39 @@ def test_dense_papers(kernel, case):
 @pytest.mark.parametrize("case", PAPER_PACKED, ids=_ids(PAPER_PACKED))
 def test_packed_papers(kernel, case):
     _judge_packed(kernel, _published(kernel, case))
+
+
+GRIDS = {
+    **dict.fromkeys(("tiled", "reference"), [*EVERY_DENSE, *EVERY_PACKED]),
+    "aten_cpu": [*ATEN_DENSE, *ATEN_PACKED],
+    **dict.fromkeys(PAPERS, [*PAPER_DENSE, *PAPER_PACKED]),
+}
+# Factors of the grids that are options of Problem under another name.
+FIELDS = {"sinks": "has_sinks", "alibi": "has_alibi", "mask": "has_mask", "bias": "has_bias"}
+# Tested below, and in tests/kernels/test_parts_of_calls.py.
+ELSEWHERE = {"deterministic", "has_positions", "first_head", "wide_grads"}
+
+
+@pytest.mark.parametrize("kernel", GRIDS)
+def test_the_grids_have_every_option_that_a_kernel_declares(kernel):
+    unused = (None, False, (None, None))
+    tested = {"packed"}
+    for case in GRIDS[kernel]:
+        used = [x for x, value in _published(kernel, case).items() if value not in unused]
+        tested |= {FIELDS.get(x, x) for x in used}
+    tested &= Problem._field_defaults.keys() - UNDECLARED
+    assert tested == get_backend(kernel).options - ELSEWHERE
+
+
+@pytest.mark.parametrize("kernel", GRIDS)
+def test_deterministic_calls_repeat_their_bits(kernel):
+    q, k, v = (t.requires_grad_() for t in ot.make_qkv(2, 63, 111, num_heads=4, num_kv_heads=2))
+
+    def run():
+        out = onchip.attention(q, k, v, causal=True, deterministic=True, kernel=kernel)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    assert all(map(torch.equal, run(), run()))
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ def test_defaults_of_the_hooks():
 
 
 def test_a_backend_from_functions():
-    backend = make_backend(Constant().supports, Constant().forward, reads_pages=True)
+    backend = make_backend(Constant().supports, Constant().forward, options={"page_size"})
     assert backend.reads_pages and not backend.has_backward
     assert backend.forward(problem(8, 8), Tensors(*make_qkv(1, 8))).out.eq(1).all()
 

@@ -30,7 +30,6 @@ from onchip.core.backend import (
     accumulator_dtype,
     empty_result,
     grad_dtype,
-    lacks,
     make_backend,
     row_delta,
     sink_gradient,
@@ -67,18 +66,16 @@ class FlashCall(NamedTuple):
         return sum(k1 - k0 for k0, k1 in self.spans)
 
 
+OPTIONS = {
+    *("causal", "window_size", "packed", "has_mask", "deterministic", "has_sinks", "wide_grads"),
+    *("has_positions", "first_head"),  # they change ALiBi and dropout alone, which it lacks
+}
+
+
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     if device.type != "cpu":
         return f"runs on the CPU only, not on {device.type}"
-    options = {
-        "softcap": problem.softcap,
-        "alibi_slopes": problem.has_alibi,
-        "bias": problem.has_bias,
-        "dropout": problem.dropout_p,
-        "return_stats": problem.return_stats,
-    }
-    lacking = lacks(options)
-    return lacking and f"torch's CPU flash kernel {lacking}"
+    return None
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
@@ -423,4 +420,4 @@ def _scatter_add(total: Tensor, part: Tensor, spans: tuple[tuple[int, int], ...]
         at += k1 - k0
 
 
-backend = make_backend(supports, forward, backward)
+backend = make_backend(supports, forward, backward, options=OPTIONS)

@@ -13,12 +13,16 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from onchip.core.backend import Result, accumulator_dtype, empty_result, lacks, make_backend
+from onchip.core.backend import Result, accumulator_dtype, empty_result, make_backend
 from onchip.core.device import DeviceInfo
 from onchip.core.problem import Problem, Tensors
 from onchip.core.state import State, add_sink, finalize, lift, merge
 from onchip.quant.kv8 import dequantise
 
+OPTIONS = {
+    *("causal", "window_size", "softcap", "has_alibi", "has_sinks"),
+    *("page_size", "page_dtype"),
+}
 MAX_SEQLEN_Q = 8
 # Elements of the keys that are copied at a time, 4 MB in fp32. Half of it took as long; twice or an
 # eighth of it took a third longer (Xeon with 2 MB of L2 a core, 2026-11-15).
@@ -49,15 +53,9 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return "serves paged keys only"
     if problem.packed or problem.seqlen_q > MAX_SEQLEN_Q:
         return f"serves the same number of queries for all sequences, at most {MAX_SEQLEN_Q}"
-    options = {
-        "mask": problem.has_mask,
-        "bias": problem.has_bias,
-        "dropout": problem.dropout_p,
-        "deterministic (the bits of a sequence depend on its bucket)": problem.deterministic,
-        "tree_mask": problem.has_tree_mask,
-        "return_stats": problem.return_stats,
-    }
-    return lacks(options)
+    if problem.deterministic:
+        return "has no deterministic mode: the bits of a sequence depend on its bucket"
+    return None
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
@@ -183,4 +181,4 @@ def _hidden_keys(problem: Problem, bucket: SequenceBucket, keys: Tensor) -> Tens
     return hidden if left is None else hidden | (ahead < -left)
 
 
-backend = make_backend(supports, forward, reads_pages=True)
+backend = make_backend(supports, forward, options=OPTIONS)

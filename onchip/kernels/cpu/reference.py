@@ -24,6 +24,17 @@ from onchip.kernels.cpu.head_slice import HeadSlice, head_slices
 from onchip.kernels.cpu.scores import Scorer, TileBounds, grouped_matmul
 from onchip.quant import recipes
 
+# Every option but those of pages, which are gathered first.
+OPTIONS = {
+    *("causal", "window_size", "packed", "has_mask", "deterministic", "return_stats"),
+    *("softcap", "has_alibi", "has_bias", "has_sinks"),
+    *("dropout_p", "has_positions", "first_head", "wide_grads"),
+}
+RECIPE_OPTIONS = {
+    *("causal", "window_size", "packed", "deterministic"),
+    *("has_positions", "first_head", "wide_grads"),
+}
+
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     if problem.dtype == torch.float64 and device.type != "cpu":
@@ -34,17 +45,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 def _supports_recipe(problem: Problem, device: DeviceInfo) -> str | None:
     if device.type != "cpu":
         return f"executes the recipe of precision={problem.precision!r} only on the CPU"
-    options = {
-        "mask": problem.has_mask,
-        "pages": problem.page_size,
-        "softcap": problem.softcap,
-        "alibi_slopes": problem.has_alibi,
-        "bias": problem.has_bias,
-        "sinks": problem.has_sinks,
-        "dropout": problem.dropout_p,
-        "return_stats": problem.return_stats,
-    }
-    reason = lacks(options)
+    reason = lacks(problem, RECIPE_OPTIONS)
     return None if reason is None else f"in precision={problem.precision!r} {reason}"
 
 
@@ -160,4 +161,6 @@ def _append_sink(s: Tensor, head_slice: HeadSlice, sinks: Tensor) -> Tensor:
     return torch.cat([s, sink.expand(s.shape[0], -1, s.shape[2], 1)], -1)
 
 
-backend = make_backend(supports, forward, backward, precisions=(None, *LOW_PRECISIONS))
+backend = make_backend(
+    supports, forward, backward, options=OPTIONS, precisions=(None, *LOW_PRECISIONS)
+)

@@ -29,6 +29,13 @@ from onchip.kernels.cpu.scores import Scorer, TileBounds, grouped_matmul, sum_ov
 from onchip.kernels.tiles import tiled_config
 from onchip.masks.blockmask import BLOCK
 
+# Every option but those of pages, which are gathered first.
+OPTIONS = {
+    *("causal", "window_size", "packed", "has_mask", "deterministic", "return_stats"),
+    *("softcap", "has_alibi", "has_bias", "has_sinks"),
+    *("dropout_p", "has_positions", "first_head", "wide_grads"),
+}
+
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     if problem.dtype == torch.float64 and device.type != "cpu":
@@ -171,4 +178,4 @@ def _tile_bounds(head_slice: HeadSlice, q: Tensor, q0: int) -> Iterator[TileBoun
             yield TileBounds(q0, q0 + rows, n, min(n + tile_n, k1))
 
 
-backend = make_backend(supports, forward, backward)
+backend = make_backend(supports, forward, backward, options=OPTIONS)

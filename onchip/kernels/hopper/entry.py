@@ -28,10 +28,20 @@ from onchip.kernels.tiles import (
     HOPPER_TILE_ROWS,
 )
 
+OPTIONS = {
+    *("causal", "window_size", "packed", "has_mask", "deterministic", "softcap", "has_sinks"),
+    *("page_size", "page_dtype", "wide_grads"),
+    *("has_positions", "first_head"),  # they change ALiBi and dropout alone, which it lacks
+}
+PRECISION_OPTIONS = {
+    *("causal", "window_size", "packed", "deterministic", "has_sinks"),
+    *("has_positions", "first_head", "wide_grads"),
+}
+
 
 class HopperBackend(Backend):
+    options = OPTIONS
     precisions = (None, *LOW_PRECISIONS)
-    reads_pages = True
 
     def supports(self, problem: Problem, device: DeviceInfo) -> str | None:
         if device.type != "cuda" or device.capability != (9, 0):
@@ -40,6 +50,8 @@ class HopperBackend(Backend):
             return "triton is not installed"
         if problem.dtype.itemsize != 2:
             return f"takes bfloat16 and float16, not {problem.dtype}"
+        if problem.softmax_scale <= 0:
+            return "has no softmax_scale <= 0"
         if problem.precision is not None:
             return _supports_precision(problem)
         if problem.page_dtype is not None and not _decodes_kv8(problem):
@@ -50,7 +62,7 @@ class HopperBackend(Backend):
         if problem.page_size not in (0, *HOPPER_PAGE_SIZES):
             sizes = ", ".join(map(str, HOPPER_PAGE_SIZES))
             return f"copies page by page, of {sizes} slots, not of {problem.page_size}"
-        return _missing(problem)
+        return None
 
     def defers(self, problem: Problem) -> str | None:
         """Few queries leave most SMs idle here unless the keys are split, and few tokens leave a
@@ -161,8 +173,7 @@ def _supports_precision(problem: Problem) -> str | None:
         return "TMA needs 16-byte aligned rows, strides and base addresses"
     if problem.precision == "int8_pv16" and max(problem.head_dim, problem.head_dim_v) > 128:
         return "in precision='int8_pv16' has no room for head_dim > 128 on the chip"
-    options = {"mask": problem.has_mask, "pages": problem.page_size, "softcap": problem.softcap}
-    reason = _missing(problem, options)
+    reason = lacks(problem, PRECISION_OPTIONS)
     return None if reason is None else f"in precision={problem.precision!r} {reason}"
 
 
@@ -183,18 +194,6 @@ def _defers_pages(problem: Problem) -> str | None:
     if sequences * problem.seqlen_q * problem.num_heads < HOPPER_PAGED_ROWS:
         return f"leaves seqlen_q={problem.seqlen_q} to triton, which splits the keys over programs"
     return None
-
-
-def _missing(problem: Problem, more: dict[str, object] | None = None) -> str | None:
-    options = (more or {}) | {
-        "tree_mask": problem.has_tree_mask,
-        "alibi_slopes": problem.has_alibi,
-        "bias": problem.has_bias,
-        "dropout": problem.dropout_p,
-        "return_stats": problem.return_stats,
-        "softmax_scale <= 0": problem.softmax_scale <= 0,
-    }
-    return lacks(options)
 
 
 def _forward_into(problem, x, out, lse):

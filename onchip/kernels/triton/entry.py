@@ -17,11 +17,17 @@ from onchip.core.problem import Problem, Tensors
 from onchip.cost.hardware import Hardware
 from onchip.kernels.runtime.launcher import on_device
 
+OPTIONS = {
+    *("causal", "window_size", "packed", "has_mask", "deterministic", "return_stats"),
+    *("softcap", "has_alibi", "has_bias", "has_sinks"),
+    *("dropout_p", "has_positions", "first_head", "wide_grads"),
+    *("page_size", "page_dtype", "has_tree_mask"),
+}
 MIN_CAPABILITY = (8, 0)  # bf16 tensor cores and asynchronous copies
 
 
 class TritonBackend(Backend):
-    reads_pages = True
+    options = OPTIONS
 
     def supports(self, problem: Problem, device: DeviceInfo) -> str | None:
         interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"

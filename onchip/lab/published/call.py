@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from onchip.core.backend import Result, accumulator_dtype, empty_result, lacks
+from onchip.core.backend import Result, accumulator_dtype, empty_result
 from onchip.core.device import DeviceInfo
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.cpu.head_slice import HeadSlice, head_slices
@@ -20,22 +20,17 @@ from onchip.masks.blockmask import BLOCK
 from .ledger import Ledger, TileVisit
 from .memory import Array, Span, Tile
 
+OPTIONS = {
+    *("causal", "window_size", "packed", "has_mask", "deterministic"),
+    *("dropout_p", "has_positions", "first_head", "wide_grads"),
+}
 WORD_BYTES = 4  # a word of mask bits: 32 keys of a query
 
 
-def explain_unsupported(problem: Problem, device: DeviceInfo) -> str | None:
-    """Why no paper kernel can run the problem, or None."""
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
     if problem.dtype == torch.float64 and device.type != "cpu":
         return "float64 is served on the CPU"
-    return lacks(
-        {
-            "softcap": problem.softcap,
-            "ALiBi": problem.has_alibi,
-            "bias": problem.has_bias,
-            "sinks": problem.has_sinks,
-            "statistics": problem.return_stats,
-        }
-    )
+    return None
 
 
 class PaperCall:

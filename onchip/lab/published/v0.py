@@ -14,19 +14,14 @@ import torch
 from torch import Tensor
 
 from onchip.core.backend import Grads, Result, make_backend
-from onchip.core.device import DeviceInfo
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.tiles import paper_sram
 
-from .call import PaperCall, calls, cuts, explain_unsupported, results
+from .call import OPTIONS, PaperCall, calls, cuts, results, supports
 from .gradients import Gradients
 from .ledger import current
 from .matmul import product
 from .memory import Array, Span, Tile
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    return explain_unsupported(problem, device)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
@@ -158,4 +153,4 @@ def _rewritten(call: PaperCall, lse: Tensor) -> Array:
     return Array(call.book, "p", P.data, call.wide)
 
 
-backend = make_backend(supports, forward, backward)
+backend = make_backend(supports, forward, backward, options=OPTIONS)

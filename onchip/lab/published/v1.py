@@ -17,18 +17,13 @@ import torch
 from torch import Tensor
 
 from onchip.core.backend import Grads, Result, make_backend
-from onchip.core.device import DeviceInfo
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.tiles import TileConfig, paper_v1_tiles
 
-from .call import PaperCall, calls, convert, explain_unsupported, overlaps, results
+from .call import OPTIONS, PaperCall, calls, convert, overlaps, results, supports
 from .gradients import Gradients
 from .ledger import current
 from .memory import Array, Span, Tile, accumulate
-
-
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    return explain_unsupported(problem, device)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
@@ -141,4 +136,4 @@ def visit_backward(
     return accumulate(dk_j, ds.T, q_i), dv_j
 
 
-backend = make_backend(supports, forward, backward)
+backend = make_backend(supports, forward, backward, options=OPTIONS)

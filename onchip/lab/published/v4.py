@@ -8,13 +8,13 @@ The loop and its picture are in v2.py; examples/versions/v4.py teaches both chan
 import torch
 from torch import Tensor
 
-from onchip.core.backend import Grads, Result, lacks, make_backend
+from onchip.core.backend import Grads, Result, make_backend
 from onchip.core.device import DeviceInfo
 from onchip.core.problem import Problem, Tensors
 
 from . import v2
 from .arithmetic import POLYNOMIALS, Arithmetic
-from .call import explain_unsupported
+from .call import OPTIONS
 from .ledger import current
 
 THRESHOLD_LOG2 = 8.0
@@ -27,7 +27,7 @@ PUBLISHED = Arithmetic("paper_v4", 3, THRESHOLD_LOG2)
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     if problem.dtype not in DEGREES:
         return "takes 2^x by a polynomial made for float32, not for float64"
-    return explain_unsupported(problem, device) or lacks({"dropout": problem.dropout_p})
+    return None
 
 
 def arithmetic_of(problem: Problem) -> Arithmetic:
@@ -50,4 +50,4 @@ def backward(
     return v2.attend_backward(problem, x, (out, lse, dout, dlse), arithmetic_of(problem))
 
 
-backend = make_backend(supports, forward, backward)
+backend = make_backend(supports, forward, backward, options=OPTIONS - {"dropout_p"})

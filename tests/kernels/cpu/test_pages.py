@@ -181,4 +181,5 @@ def test_refusals(match, change):
     problem = paged.describe(x, Options(causal=True))
     device = change.pop("device", DeviceInfo("cpu"))
     assert dispatch.plan(problem, DeviceInfo("cpu")).kernel == "pages_cpu"
-    assert match in (pages.supports(problem._replace(**change), device) or "")
+    refusal = dispatch.find_refusal(pages.backend, problem._replace(**change), device)
+    assert match in (refusal or "")
