@@ -120,9 +120,9 @@ class Backend(ABC):
     - In `backward`, out and lse may belong to the same queries over more keys than the call has
       (a ring, a split of the keys). The gradients are then the share of these keys. So a backward
       takes p = exp(s - lse) and delta from the given tensors, and never recomputes lse or out.
-    - `options` names every option that `forward` and `backward` compute. `supports` refuses the
-      rest: devices, dtypes, sizes, and options that do not go together (`lacks` writes such a
-      sentence). Its sentences continue "kernel 'x' cannot serve this call: ...".
+    - `options` names every option that `forward` and `backward` compute; dispatch refuses the
+      others. `supports` refuses devices, dtypes, sizes and options that do not go together. `lacks`
+      writes such a sentence, which continues "kernel 'x' cannot serve this call: ...".
     """
 
     options: Set[str] = frozenset()
