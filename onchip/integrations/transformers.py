@@ -420,11 +420,11 @@ def _packed_by_positions(
         return None
     if position_ids.is_inference():
         return _PackedRow.from_positions(position_ids)
-    version, row = _rows_by_positions.get(position_ids, (None, None))
-    if version != position_ids._version:
-        row = _PackedRow.from_positions(position_ids)
-        _rows_by_positions[position_ids] = position_ids._version, row
-    return row
+    known_row = _rows_by_positions.get(position_ids)
+    if known_row is None or known_row[0] != position_ids._version:
+        known_row = position_ids._version, _PackedRow.from_positions(position_ids)
+        _rows_by_positions[position_ids] = known_row
+    return known_row[1]
 
 
 def _last_contiguous(t: Tensor) -> Tensor:
