@@ -127,9 +127,11 @@ ONLY_UNDER = {
 TORCH_FREE = (
     "core/extras.py",
     *("kvcache/pool.py", "kvcache/prefix.py"),
-    *(f"engine/{name}.py" for name in ("params", "request", "costs", "request_queue", "beams")),
-    *(f"engine/{name}.py" for name in ("step", "kv_manager", "scheduler", "text", "tokenizer")),
-    *(f"engine/{name}.py" for name in ("components", "chat", "worker", "workers")),
+    *(f"engine/{name}.py" for name in ("sampling_params", "request", "request_queue", "step")),
+    *(f"engine/{name}.py" for name in ("preemption_costs", "beam_search", "kv_manager")),
+    *(f"engine/{name}.py" for name in ("scheduler", "detokenizer", "tokenizer")),
+    *(f"engine/{name}.py" for name in ("tokenizer_components", "chat_template")),
+    *(f"engine/{name}.py" for name in ("text_worker_main", "text_worker_pool")),
 )
 
 

@@ -70,9 +70,11 @@ class Ranks:
         chosen = _computed_dtype(checkpoint.dtype, device, chosen)
         if self.is_single:
             return load(checkpoint, device, chosen)
-        from onchip.parallel import tensor  # not before: torch.distributed is slow to import
+        from onchip.parallel import (
+            tensor_parallel,
+        )  # not before: torch.distributed is slow to import
 
-        self._job = tensor.join_group(self._world_size, device)
+        self._job = tensor_parallel.join_group(self._world_size, device)
         sizes = {"rank": self._job.rank, "world_size": self._world_size}
         return self._job.connect(load(checkpoint, device, chosen, **sizes))
 

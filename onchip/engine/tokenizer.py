@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from onchip.core.extras import advise
-from onchip.engine.components import Components, byte_letters
+from onchip.engine.tokenizer_components import Components, byte_letters
 
 MAX_JSON_BYTES = 100_000_000
 END = "<|endoftext|>"  # text of token 256 in a saved ByteTokenizer

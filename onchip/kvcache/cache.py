@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from onchip.kvcache import paged_batch as batches
+from onchip.kvcache.page_tensors import PageTensors, Spec
 from onchip.kvcache.paged_batch import BatchShape, HostTable, Members, PagedBatch
-from onchip.kvcache.pages import PageTensors, Spec
 from onchip.kvcache.pool import NoRoom, PageTable, Pool, as_int, as_ints
 from onchip.kvcache.prefix import Chain, Hit, PrefixIndex, pack_token_ids
 

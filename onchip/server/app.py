@@ -15,15 +15,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 import onchip
-from onchip.engine.params import SamplingParams
+from onchip.engine.sampling_params import SamplingParams
 
 from . import protocol
+from .api_keys import Keyring
 from .auth import AuthMiddleware
 from .bodies import BodyMemory, BodyReader, body_route
 from .codec import Codec
 from .errors import APIError, error_response
-from .invalid import explain_errors
-from .keys import Keyring
 from .live import LiveView
 from .log import RequestLog
 from .metrics import Metrics
@@ -39,6 +38,7 @@ from .protocol import (
 from .responses import ChatBuilder, CompletionBuilder, DeltaReader, Echo, ResponseBuilder
 from .service import EngineProtocol, Service, ServiceState
 from .streaming import AcceptedCall, FullResponse, SSEResponse
+from .validation_errors import explain_errors
 
 T = TypeVar("T")
 

@@ -1,8 +1,8 @@
 """The model's tokenizer and chat template, for callers on the event loop.
 
-Both run in separate processes (workers.py), templates apart from tokenizers: a template that loops
-delays other chats until its time limit, but no plain prompt. A request waits for a free process no
-longer than its deadline allows.
+Both run in separate processes (text_worker_pool.py), templates apart from tokenizers: a template
+that loops delays other chats until its time limit, but no plain prompt. A request waits for a free
+process no longer than its deadline allows.
 """
 
 import asyncio
@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
-from onchip.engine.chat import get_template
+from onchip.engine.chat_template import get_template
+from onchip.engine.text_worker_pool import JobEnded, Workers
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
-from onchip.engine.workers import JobEnded, Workers
 
 from .errors import APIError
 

@@ -48,7 +48,7 @@ def test_a_summary_counts_what_failed():
 def test_a_server_under_load_is_measured(capsys):
     from onchip.engine.llm import LLM
     from onchip.server.app import Server, ServerOptions
-    from onchip.server.run import BackgroundServer
+    from onchip.server.process import BackgroundServer
 
     llm = LLM("tiny", num_pages=200, max_num_seqs=8, swap_space=0)
     with BackgroundServer(Server(llm.engine, ServerOptions("tiny"))) as url:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onchip.engine import SamplingParams
-from onchip.engine.graphs import RecordedGraph, StepGraphs, batch_sizes, fill_in_sampled
+from onchip.engine.cuda_graphs import RecordedGraph, StepGraphs, batch_sizes, fill_in_sampled
 from onchip.engine.model_runner import _int32_tensor, _is_decode_only
 from onchip.kvcache import PagedBatch
 from onchip.kvcache import paged_batch as batches

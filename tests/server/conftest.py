@@ -174,9 +174,9 @@ def fake():
 
 @contextmanager
 def serve(engine, keys=(), drain_s=5.0, **options):
+    from onchip.server.api_keys import Keyring
     from onchip.server.app import Server, ServerOptions
-    from onchip.server.keys import Keyring
-    from onchip.server.run import BackgroundServer
+    from onchip.server.process import BackgroundServer
 
     server = Server(engine, ServerOptions(MODEL, **options), Keyring(keys))
     with BackgroundServer(server, drain_s=drain_s) as url:

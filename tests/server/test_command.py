@@ -8,9 +8,9 @@ import pytest
 
 from onchip.cli import commands
 from onchip.server import command
-from onchip.server.keys import Keyring
+from onchip.server.api_keys import Keyring
+from onchip.server.process import Address
 from onchip.server.protocol import ChatRequest, CompletionRequest
-from onchip.server.run import Address
 
 TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"`([\w.-]+)`", TEXT))

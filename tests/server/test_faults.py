@@ -175,7 +175,7 @@ class TestClients:
 
     @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux can tell")
     def test_a_stuck_reader_is_disconnected(self, serving, fake, until, monkeypatch):
-        monkeypatch.setattr("onchip.server.run.STUCK_CLIENT_MS", 1000)
+        monkeypatch.setattr("onchip.server.process.STUCK_CLIENT_MS", 1000)
         engine = fake(step_s=0.001)
         body = json.dumps({**LONG, "n": 64, "logprobs": 2, "stream": True}).encode()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"

@@ -7,7 +7,7 @@ import pytest
 
 from onchip.server import command
 from onchip.server.app import Server, ServerOptions
-from onchip.server.run import BackgroundServer
+from onchip.server.process import BackgroundServer
 
 COMPLETIONS = "/v1/completions"
 KEY = "a-key-of-a-tenant"
@@ -88,7 +88,7 @@ def test_a_failure_of_the_server_is_answered_and_logged_once(serving, fake, ask,
 
 def test_no_prompt_and_no_key_is_logged(fake, ask, caplog):
     caplog.set_level(logging.DEBUG)
-    from onchip.server.keys import Keyring
+    from onchip.server.api_keys import Keyring
 
     with BackgroundServer(Server(fake(), ServerOptions("fake"), Keyring([KEY]))) as url:
         bearer = {"authorization": f"Bearer {KEY}"}

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onchip.engine import threads
+from onchip.engine import cpu_threads
+from onchip.engine.cpu_threads import MIN_PARALLEL_MACS, StepThreads
 from onchip.engine.step import Chunk, ScheduledStep
-from onchip.engine.threads import MIN_PARALLEL_MACS, StepThreads
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_the_engine_sets_threads_for_every_step(tiny, two_threads, monkeypatch):
         tiny.ask(one)
         tiny.drain(one)
         assert set(seen) == {1} and torch.get_num_threads() == 2
-        monkeypatch.setattr(threads, "MIN_PARALLEL_MACS", 0)
+        monkeypatch.setattr(cpu_threads, "MIN_PARALLEL_MACS", 0)
         seen.clear()
         tiny.ask(one)
         tiny.drain(one)

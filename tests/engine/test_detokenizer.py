@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from onchip.engine.text import Detokenizer, decode_text
+from onchip.engine.detokenizer import Detokenizer, decode_text
 from onchip.engine.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()

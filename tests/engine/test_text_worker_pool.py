@@ -9,9 +9,9 @@ import time
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from onchip.engine import workers
+from onchip.engine import text_worker_pool
+from onchip.engine.text_worker_pool import JobEnded, Worker, Workers
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer
-from onchip.engine.workers import JobEnded, Worker, Workers
 
 TALK = [{"role": "user", "content": "hi"}]
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -187,7 +187,7 @@ def test_steps_that_expand_a_text_without_bound_are_refused(folder, part):
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="memory is bounded on Linux")
 def test_a_tokenizer_that_expands_while_it_is_loaded_ends_its_worker(folder, monkeypatch):
     """An added token is normalized while loading: 10^12 characters."""
-    monkeypatch.setattr(workers, "LOAD_BYTES", 256 << 20)
+    monkeypatch.setattr(text_worker_pool, "LOAD_BYTES", 256 << 20)
     token = {"id": 257, "content": "a", "special": False, "normalized": True}
     token |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     rewrite(folder, normalizer={"type": "Sequence", "normalizers": BOMB}, added_tokens=[token])

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onchip.engine import worker
+from onchip.engine import text_worker_main as worker_main
 
 JOB_S = 10.0
 START_S = 120.0  # to load a tokenizer on a busy machine
@@ -46,7 +46,7 @@ class Worker:
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", str(worker.__file__)],
+                [sys.executable, "-I", str(worker_main.__file__)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a panic prints a long trace
@@ -61,8 +61,8 @@ class Worker:
             raise
 
     def run(self, do: str, seconds: float, **job: Any) -> Any:
-        """The result of a job, which is a method of worker.Jobs. ValueError: the job failed. After
-        a JobEnded the process is gone.
+        """The result of a job, which is a method of worker_main.Jobs. ValueError: the job failed.
+        After a JobEnded the process is gone.
         """
         what = "chat template" if do == "render" else "tokenizer"
         job = {"do": do, "seconds": seconds, **job}
@@ -82,8 +82,8 @@ class Worker:
         end = time.monotonic() + seconds
         try:
             self._connection.settimeout(seconds)
-            worker.send(self._connection, message)
-            answer = worker.receive(lambda count: self._read(count, end))
+            worker_main.send(self._connection, message)
+            answer = worker_main.receive(lambda count: self._read(count, end))
         except TimeoutError:
             self.close()
             raise JobEnded(f"{failure}: not done within {seconds:.3g} s", late=True) from None
@@ -168,7 +168,7 @@ class Workers:
         self, text: str, add_special_tokens: bool, seconds: float | None = None
     ) -> list[int]:
         job = {"text": text, "add_special_tokens": add_special_tokens}
-        return worker.unpack_ids(self.run("encode", seconds, **job))
+        return worker_main.unpack_ids(self.run("encode", seconds, **job))
 
     def decode(
         self,
@@ -176,7 +176,10 @@ class Workers:
         skip_special_tokens: bool = True,
         seconds: float | None = None,
     ) -> str:
-        job = {"token_ids": worker.pack_ids(token_ids), "skip_special_tokens": skip_special_tokens}
+        job = {
+            "token_ids": worker_main.pack_ids(token_ids),
+            "skip_special_tokens": skip_special_tokens,
+        }
         return self.run("decode", seconds, **job)
 
     def close(self) -> None:
