@@ -276,9 +276,11 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def measure_levels(tell: Callable[[str, float], None]) -> dict[str, list[levels.LevelTiming]]:
+def measure_levels(
+    report_progress: Callable[[str, float], None],
+) -> dict[str, list[levels.LevelTiming]]:
     """The memories of every device here, by torch's names."""
-    return {name: levels.measure(torch.device(name), tell) for name in here()}
+    return {name: levels.measure(torch.device(name), report_progress) for name in here()}
 
 
 def print_levels(console, found: dict[str, list[levels.LevelTiming]]) -> None:

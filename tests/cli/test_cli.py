@@ -196,17 +196,17 @@ def test_progress_is_seen_where_there_is_no_terminal(monkeypatch, capsys):
     from rich.console import Console
 
     monkeypatch.setattr(commands, "PROGRESS_S", 0.0)
-    with commands._progress(Console()) as tell:
-        tell("first part", 0.0)
-        tell("second part", 0.5)
+    with commands._progress(Console()) as report_progress:
+        report_progress("first part", 0.0)
+        report_progress("second part", 0.5)
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["onchip:   0% after 0 s: first part", "onchip:  50% after 0 s: second part"]
     monkeypatch.setattr(commands, "PROGRESS_S", 3600.0)
-    with commands._progress(Console()) as tell:
-        tell("first part", 0.0)
-    with commands._progress(Console(force_terminal=True)) as tell:
+    with commands._progress(Console()) as report_progress:
+        report_progress("first part", 0.0)
+    with commands._progress(Console(force_terminal=True)) as report_progress:
         monkeypatch.setattr(commands, "PROGRESS_S", 0.0)
-        tell("first part", 0.0)
+        report_progress("first part", 0.0)
     assert capsys.readouterr().err == ""
 
 

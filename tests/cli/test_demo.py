@@ -19,7 +19,7 @@ def results():
     patch.setattr(demo, "QUICK_MASKED_LENGTH", 640)
     patch.setattr(demo, "MEMORY_CAP_BYTES", 2 * 4 * 4 * 500**2)
     progress = []
-    found = demo.run(quick=True, tell=lambda title, done: progress.append((title, done)))
+    found = demo.run(quick=True, report_progress=lambda title, done: progress.append((title, done)))
     patch.undo()
     return found, progress
 

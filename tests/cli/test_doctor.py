@@ -73,7 +73,7 @@ def test_first_calls_are_timed_and_refusals_left_out(monkeypatch):
 def test_without_a_gpu_memories_are_measured_and_nothing_compiles(monkeypatch, capsys):
     timing = levels.LevelTiming
     rows = [timing("L1", 16384, 150e9, 0.0), timing("DRAM", 1 << 28, 6e9, None)]
-    monkeypatch.setattr(levels, "measure", lambda device, tell: rows)
+    monkeypatch.setattr(levels, "measure", lambda device, report_progress: rows)
     assert main(["doctor", "--measure"]) == 0
     out = capsys.readouterr().out
     assert "Kernels here" in out and "torch finds none" in out

@@ -1,4 +1,4 @@
-"""The playground keeps the laws of the pool, and its twin in the browser is the same, page for
+"""The playground keeps the invariants of the pool, and its port to JavaScript is the same, page for
 page, after each of 1,000 random operations.
 """
 
@@ -56,10 +56,10 @@ def test_tables_lead_to_their_words_whatever_is_shared_or_copied():
     assert "free a sequence" in said and "was here before" in said and "lost" in said
 
 
-def test_the_twin_holds_the_same_pages_after_each_of_1000_operations(tab):
+def test_the_port_to_javascript_holds_the_same_pages_after_each_of_1000_operations(tab):
     operations, answers, states = zip(*life(7, 1_000), strict=True)
     script = """(operations) => {
-      const play = new lab.twin.Playground(lab.data.pages);
+      const play = new lab.localPool.Playground(lab.data.pages);
       return JSON.stringify(operations.map((one) => [play.do(one), play.state()]));
     }"""
     told = json.loads(tab.evaluate(script, list(operations)))

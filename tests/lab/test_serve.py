@@ -104,7 +104,7 @@ def test_connections_are_bounded(server):
     seats_taken = lambda: server.seats._value == 0
     assert _soon(seats_taken)
     assert ask(server, "GET", "/pages")[0] == 200
-    assert idle[0].sock.recv(1) == b"" and len(server.seated) <= 3
+    assert idle[0].sock.recv(1) == b"" and len(server.open_connections) <= 3
     for one in idle:
         one.close()
     assert _soon(lambda: server.seats._value == 3)
@@ -174,7 +174,7 @@ def test_dripping_connections_hold_nobody_up(server, dripping):
     dripping(serve.MAX_CONNECTIONS + 8)
     for _ in range(3):
         assert ask(server, "GET", "/pages")[0] == 200
-    assert len(server.seated) <= serve.MAX_CONNECTIONS
+    assert len(server.open_connections) <= serve.MAX_CONNECTIONS
 
 
 @pytest.mark.parametrize(

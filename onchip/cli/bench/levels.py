@@ -39,15 +39,17 @@ class LevelTiming(NamedTuple):
     latency_s: float
 
 
-def measure(device: torch.device, tell: Callable[[str, float], None]) -> list[LevelTiming]:
-    """Measure every level of a device; tell(title, done) moves a progress bar."""
+def measure(
+    device: torch.device, report_progress: Callable[[str, float], None]
+) -> list[LevelTiming]:
+    """Measure every level of a device; report_progress(title, done) moves a progress bar."""
     sweep = gpu_levels(device) if device.type == "cuda" else cpu_levels()
     total = len(GPU_SETS) if device.type == "cuda" else len(cpu_sets())
     found = []
-    tell("reading", 0.0)
+    report_progress("reading", 0.0)
     for row in sweep:
         found.append(row)
-        tell(f"{row.set_bytes >> 10} KB", len(found) / total)
+        report_progress(f"{row.set_bytes >> 10} KB", len(found) / total)
     return found
 
 

@@ -1,10 +1,10 @@
 "use strict";
-// What the figures share: elements, numbers as text, controls, a player. No library; one global name
-// beside `theme`.
+// Shared by the figures: elements, numbers as text, controls, a player. No library; `lab` and `theme` are the only
+// global names.
 
 const lab = {
   data: JSON.parse(document.getElementById("data").textContent),
-  figures: {},  // name -> (panel, data) => anything a test or another figure may ask
+  figures: {},  // name -> (panel, data) => functions for tests and other figures
   redraw: [],   // called when the theme changes
   still: matchMedia("(prefers-reduced-motion: reduce)"),
 };
@@ -68,7 +68,7 @@ lab.choice = (name, label, options, value, onChange) => {
   return field;
 };
 
-// A range with its value as text beside its label; show: how a value reads.
+// A range, with its value as text after its label. show(value): that text.
 lab.slider = (id, label, { min = 0, max, step = 1, value, show = String }, onInput) => {
   const output = lab.h("output", { for: id, id: `${id}-value` });
   const input = lab.h("input", { id, type: "range", min, max, step, value });
@@ -133,7 +133,7 @@ lab.player = (id, count, show, { pace = 4, label = "Step", text = (i) => `${i + 
   };
 };
 
-// Numbers with names, kept by name so that they can be told anew.
+// Named numbers that can be updated by name.
 lab.facts = (entries) => {
   const values = {}, list = lab.h("dl", { class: "facts" });
   for (const [name, label, kind = ""] of entries) {
@@ -143,7 +143,7 @@ lab.facts = (entries) => {
   return Object.assign(list, { tell: (name, text) => { values[name].textContent = text; } });
 };
 
-// An svg in the pixels of the screen: draw(width) is called at first, and when its width has changed.
+// An svg in screen pixels: draw(width) is called once at the start, and again when the width changes.
 lab.sized = (svg, height, draw) => {
   let width = 0;
   const tall = typeof height === "function" ? height : () => height;

@@ -1,5 +1,5 @@
 "use strict";
-// The frame: theme, contents, the picture at the top; then the figures.
+// Theme, contents and the picture at the top; then the figures.
 
 (() => {
   const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)"), button = lab.at("theme");
@@ -36,9 +36,9 @@
   sections.forEach((section) => seen.observe(section));
   weave();
   tell();
-  root.dataset.ready = Math.round(performance.now());  // milliseconds since the page was asked for
+  root.dataset.ready = Math.round(performance.now());  // milliseconds since the request of the page
 
-  // The matrix that is not there: one tile of it is, along a causal sweep or under the pointer.
+  // The picture at the top: one tile of the matrix, along a causal sweep or under the pointer.
   function weave() {
     const svg = lab.at("weave"), N = 10, PITCH = 27, LEFT = 60, TOP = 16, SIZE = PITCH - 4, tiles = [];
     const rect = (x, y, width, height) => lab.s("rect", { x, y, width, height, rx: Math.min(5, height / 2) });
