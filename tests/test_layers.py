@@ -162,8 +162,8 @@ def package(parts):
 def file_of(module):
     """The file of a dotted name of onchip, or None if there is none."""
     path = PACKAGE.parent.joinpath(*module.split("."))
-    found = [p for p in (path.with_suffix(".py"), path / "__init__.py") if p.exists()]
-    return found[0] if found else None
+    candidates = [p for p in (path.with_suffix(".py"), path / "__init__.py") if p.exists()]
+    return candidates[0] if candidates else None
 
 
 @cache
@@ -231,8 +231,8 @@ def test_no_file_imports_itself_through_others():
         visit(path)
 
 
-def _is_ours(found):
-    return found.module.split(".")[0] == "onchip"
+def _is_ours(imported):
+    return imported.module.split(".")[0] == "onchip"
 
 
 @pytest.mark.parametrize("path", files(), ids=relative)

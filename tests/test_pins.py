@@ -48,8 +48,8 @@ def floors():
 
 @pytest.mark.parametrize("name", FLOORS)
 def test_what_is_asked_for_has_no_known_hole(name):
-    found = dict(floors())
-    assert found[name] >= Version(FLOORS[name][0]), FLOORS[name][1]
+    versions = dict(floors())
+    assert versions[name] >= Version(FLOORS[name][0]), FLOORS[name][1]
 
 
 @pytest.mark.parametrize("name", PINS)

@@ -496,8 +496,8 @@ def _doctor(args: argparse.Namespace) -> int:
     doctor.print_report(console)
     if args.measure:
         with _progress(console) as report_progress:
-            found = doctor.measure_levels(report_progress)
-        doctor.print_levels(console, found)
+            timings = doctor.measure_levels(report_progress)
+        doctor.print_levels(console, timings)
         doctor.print_first_calls(console)
     return 0
 

@@ -109,10 +109,10 @@ class Ranks:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         is_own = not self.is_single and str(device) == "cuda"  # each rank uses one device only
-        found = find_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_own else device)
+        own_device = find_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_own else device)
         if is_own:
-            torch.cuda.set_device(found)
-        return found
+            torch.cuda.set_device(own_device)
+        return own_device
 
 
 def _computed_dtype(

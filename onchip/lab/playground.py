@@ -131,14 +131,14 @@ class Playground:
         hit = self.index.match(tokens, root)
         table = self.pool.adopt(hit.pages)
         copied = self._copy_partial_page(table, hit.source, hit.copied)
-        found = table.length
-        grown = self.pool.extend(table, len(tokens) - found)
+        num_cached = table.length
+        grown = self.pool.extend(table, len(tokens) - num_cached)
         if isinstance(grown, NoRoom):
             self.pool.free(table)
             self.copies = []
         name = self._name()
         sequence = WordSequence(name, name, table, tokens, Chain(root, hit.keys))
-        self._wrote([sequence], [found], _roomy(grown))
+        self._wrote([sequence], [num_cached], _roomy(grown))
         self.sequences[name] = sequence
         return _describe_hit(name, len(tokens), len(hit.pages), copied)
 

@@ -128,14 +128,15 @@ class TestMeasures:
 
     def test_errors_by_hand(self):
         exact = torch.tensor([1.0, 1.0, 1.0, 1.0])
-        found = errors(torch.tensor([1.0, 1.0, 1.0, 1.0 + 2**-6]), exact, BF16)
-        assert found.rmse == 2**-7 and found.relative == 2**-7 and found.max_error == 2**-6
-        assert found.ulp_median == 0.0 and found.ulp_99 == 2.0
+        measured = errors(torch.tensor([1.0, 1.0, 1.0, 1.0 + 2**-6]), exact, BF16)
+        assert measured.rmse == 2**-7 and measured.relative == 2**-7 and measured.max_error == 2**-6
+        assert measured.ulp_median == 0.0 and measured.ulp_99 == 2.0
 
     def test_rounding_alone_is_a_quarter_and_half(self):
         exact = torch.randn(99_999, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        found = errors(exact.to(BF16), exact, BF16)
-        assert found.ulp_median == pytest.approx(0.25, abs=0.005) and 0.49 < found.ulp_99 <= 0.5
+        measured = errors(exact.to(BF16), exact, BF16)
+        assert measured.ulp_median == pytest.approx(0.25, abs=0.005)
+        assert 0.49 < measured.ulp_99 <= 0.5
 
     def test_nothing_off_is_nothing(self):
         assert set(errors(torch.zeros(5), torch.zeros(5), FP16)) == {0.0}
@@ -195,10 +196,10 @@ class TestExponentials:
         assert float(numbers[0]) == 0.0 and numbers.min() >= -126 and (numbers.diff() < 0).all()
 
     def test_measured_by_hand(self):
-        found = exponentials.measure(lambda x: x.exp2() * (1 + 2**-9), 1 << 16, -8)
-        assert found.max_relative == pytest.approx(2**-9, rel=1e-3)
-        assert found.mean_relative == pytest.approx(2**-9, rel=1e-3)
-        assert found.at_zero == pytest.approx(1 + 2**-9) and found.at_minus_infinity == 0
+        measured = exponentials.measure(lambda x: x.exp2() * (1 + 2**-9), 1 << 16, -8)
+        assert measured.max_relative == pytest.approx(2**-9, rel=1e-3)
+        assert measured.mean_relative == pytest.approx(2**-9, rel=1e-3)
+        assert measured.at_zero == pytest.approx(1 + 2**-9) and measured.at_minus_infinity == 0
         exact = exponentials.measure(lambda x: x.double().exp2().float(), 1 << 16, -8)
         assert exact.differs_bf16 <= 1e-3 and exact.all_bf16 == 0
 
@@ -221,8 +222,8 @@ class TestKernels:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         module = SimpleNamespace(flash_attn_func=len, __spec__=ModuleSpec(package, None))
         monkeypatch.setitem(sys.modules, package, module)
-        found = [k for k in (*kernels(BF16), *low_precision_kernels()) if k.device == "cuda"]
-        names = [k.name for k in found]
+        gpu_kernels = [k for k in (*kernels(BF16), *low_precision_kernels()) if k.device == "cuda"]
+        names = [k.name for k in gpu_kernels]
         assert not set(names) & set(before)
         for name in ("hopper", "triton", "hopper fp8", "hopper int8_pv16", "sdpa cudnn, GPU"):
             assert name in names

@@ -88,8 +88,8 @@ def test_a_workload_is_served_as_it_was_asked(tiny):
     with tiny.llm(num_pages=200) as llm:
         warm_up(llm.engine, tiny.workload)
         ran = serve(llm.engine, [tiny.workload])
-        found = llm.stats().tokens_cached  # a token or two are alike by chance
-        assert found < 0.01 * tiny.workload.num_prompt_tokens
+        num_cached = llm.stats().tokens_cached  # a token or two are alike by chance
+        assert num_cached < 0.01 * tiny.workload.num_prompt_tokens
     assert ran.marks[-1].counts == [count for _, count in tiny.workload.requests]
     assert ran.columns["steps"] <= tiny.workload.steps + 1 and ran.columns["host_share"] is None
     # After a step the requests that it ended hold no pages.

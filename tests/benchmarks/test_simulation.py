@@ -188,14 +188,14 @@ LENGTHS = list(islice(SHORT.lengths(2), 12))
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_samples_share_the_full_pages_of_their_prompt(n, page_size):
     """After a write every sample has its own last page: full pages of the prompt are shared."""
-    found = parallel_sampling(LENGTHS, n, page_size)
+    simulated = parallel_sampling(LENGTHS, n, page_size)
     held = alone = 0
     for prompt, output in LENGTHS:
         for length in range(prompt + 1, prompt + output + 1):
             pages, full = -(-length // page_size), prompt // page_size
             held, alone = held + full + n * (pages - full), alone + n * pages
-    assert (found.held, found.alone) == (held, alone)
-    assert found.copied == sum((n - 1) * (prompt % page_size) for prompt, _ in LENGTHS)
+    assert (simulated.held, simulated.alone) == (held, alone)
+    assert simulated.copied == sum((n - 1) * (prompt % page_size) for prompt, _ in LENGTHS)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

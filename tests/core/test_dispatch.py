@@ -29,9 +29,9 @@ def problem(seqlen_q, seqlen_k, **fields):
     [(8, 4096, "triton"), (16, 60, "hopper"), (4096, 4096, "hopper"), (16, 16, "hopper")],
 )
 def test_hopper_defers_queries_that_fill_no_tile_over_many_keys(seqlen_q, seqlen_k, kernel):
-    found = plan(problem(seqlen_q, seqlen_k), H200)
-    assert found.kernel == kernel
-    reason = found.reasons.get("hopper", "")
+    chosen = plan(problem(seqlen_q, seqlen_k), H200)
+    assert chosen.kernel == kernel
+    reason = chosen.reasons.get("hopper", "")
     assert reason.startswith(f"leaves seqlen_q={seqlen_q} to triton") == (kernel == "triton")
 
 
@@ -90,15 +90,15 @@ def test_few_queries_over_pages_of_8_bits_go_to_hopper(page_dtype):
 )
 def test_other_calls_over_pages_of_8_bits_go_to_triton(page_dtype, changed):
     asked = problem(1, 4096, page_size=16, page_dtype=page_dtype)._replace(**changed)
-    found = plan(asked, H200)
-    assert found.kernel == "triton" and "8-bit pages for few queries" in found.reasons["hopper"]
+    chosen = plan(asked, H200)
+    assert chosen.kernel == "triton" and "8-bit pages for few queries" in chosen.reasons["hopper"]
     with pytest.raises(onchip.UnsupportedError, match="'hopper' cannot serve this call"):
         plan(asked, H200, "hopper")
 
 
 def test_small_pages_of_8_bits_go_to_triton():
-    found = plan(problem(1, 4096, page_size=8, page_dtype=torch.int8), H200)
-    assert found.kernel == "triton" and "not of 8" in found.reasons["hopper"]
+    chosen = plan(problem(1, 4096, page_size=8, page_dtype=torch.int8), H200)
+    assert chosen.kernel == "triton" and "not of 8" in chosen.reasons["hopper"]
 
 
 def test_a_kernel_that_is_named_does_not_defer():
@@ -119,8 +119,8 @@ def test_only_the_forward_is_deferred():
 )
 def test_few_or_deterministic_queries_over_pages_are_left_to_triton(seqlen_q, fields, reason):
     paged = problem(seqlen_q, 4096, page_size=16, **fields)
-    found = plan(paged, H200)
-    assert found.kernel == "triton" and reason in found.reasons["hopper"]
+    chosen = plan(paged, H200)
+    assert chosen.kernel == "triton" and reason in chosen.reasons["hopper"]
     assert plan(paged, H200, "hopper").kernel == "hopper"
 
 

@@ -266,12 +266,13 @@ def judge(function, transform, compiled=False):
     where = f"{transform} of {function}{', compiled' * compiled}"
     expected = apply(plain)
     try:
-        found = run_compiled(apply, attend, is_whole) if compiled else apply(attend)
+        result = run_compiled(apply, attend, is_whole) if compiled else apply(attend)
     except Exception as error:
         said = "\n".join(str(e) for e in chain(error))
         assert SENTENCES.search(said) or OF_TORCH.search(said), f"{where}: {error!r}"
         return said
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=lambda m: f"{where}: {m}")
+    name = lambda message: f"{where}: {message}"
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9, msg=name)
     return "right"
 
 

@@ -42,9 +42,9 @@ def test_every_measured_cell_is_predicted_within_a_limit(bench, limit):
     units and rates. The structure of the model was decided with them in view: this guards it, and
     proves nothing about other calls.
     """
-    found = [(r, p) for r, p in cells() if r["bench"] == bench]
-    assert len(found) == 36
-    for r, problem in found:
+    rows = [(r, p) for r, p in cells() if r["bench"] == bench]
+    assert len(rows) == 36
+    for r, problem in rows:
         pairs = r["seqlen"] ** 2 / (2 if problem.causal else 1)
         flops = 4 * r["batch"] * r["num_heads"] * pairs * r["head_dim"]
         backward = bench != "forward"
@@ -59,9 +59,9 @@ def test_held_out_short_calls_are_predicted_within_a_fifth():
     shares = []
     for r in rows:
         shape = r["batch"], r["seqlen"], r["num_heads"], r["head_dim"]
-        found = predict(make_problem(*shape, causal=r["mask"] == "causal"), H200, "hopper")
-        if r["kernel"] == "hopper" and found.modelled:
-            shares.append(1e6 * found.seconds / r["value"])
+        predicted = predict(make_problem(*shape, causal=r["mask"] == "causal"), H200, "hopper")
+        if r["kernel"] == "hopper" and predicted.modelled:
+            shares.append(1e6 * predicted.seconds / r["value"])
     assert len(shares) == 16 and min(shares) > 0.8 and max(shares) < 1.2
     assert sum(0.85 <= share <= 1.15 for share in shares) == 15
 

@@ -275,9 +275,9 @@ class Counted(list):
         return super().__iter__()
 
     def __getitem__(self, place):
-        found = super().__getitem__(place)
-        Counted.asked += len(found) if isinstance(place, slice) else 1
-        return found
+        items = super().__getitem__(place)
+        Counted.asked += len(items) if isinstance(place, slice) else 1
+        return items
 
 
 def test_the_cost_of_a_stream_is_linear(tiny, monkeypatch):

@@ -235,13 +235,13 @@ def test_graph_memory_is_estimated_from_a_few_graphs(tiny, monkeypatch, max_num_
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     with tiny.engine(budget=4096, max_num_seqs=max_num_seqs) as one:
         graphs = Replayed(one.model, one.cache, one._runner._last_tokens)
-        used = lambda: 100 * max((s.num_tokens for s in found()), default=0) + 3 * len(found())
-        found = lambda: graphs._recorded
+        shapes = lambda: graphs._recorded
+        used = lambda: 100 * max((s.num_tokens for s in shapes()), default=0) + 3 * len(shapes())
         estimate = graphs.estimate_bytes(4096, used)
-        assert len(found()) <= 4 and found().keys() == set(graphs.shapes(4096)[: len(found())])
+        assert len(shapes()) <= 4 and shapes().keys() == set(graphs.shapes(4096)[: len(shapes())])
         graphs.record_all(4096)
-        assert estimate == used() and len(found()) == len(graphs.shapes(4096))
-    assert max(shape.num_tokens for shape in found()) == max(2048, max_num_seqs)
+        assert estimate == used() and len(shapes()) == len(graphs.shapes(4096))
+    assert max(shape.num_tokens for shape in shapes()) == max(2048, max_num_seqs)
 
 
 def test_two_rows_of_one_chunk_make_no_decode_only_step(tiny):

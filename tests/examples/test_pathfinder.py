@@ -115,8 +115,8 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     """The first ends early, at 16 x 16; the second learns it, then goes on with 32 x 32."""
     monkeypatch.setattr(pathfinder, "EVERY", 2)
     monkeypatch.setitem(pathfinder.TOKENS, "cpu", 1024)
-    found = iter([0.6, 0.7, 0.96, 0.97])
-    monkeypatch.setattr(pathfinder, "accuracy", lambda *args: next(found))
+    accuracies = iter([0.6, 0.7, 0.96, 0.97])
+    monkeypatch.setattr(pathfinder, "accuracy", lambda *args: next(accuracies))
     curves = []
     for sizes, enough in ((["16"], 0.65), (["16", "32"], 0.95)):
         monkeypatch.setattr(pathfinder, "ENOUGH", enough)

@@ -36,10 +36,10 @@ def check(tmp_path, *options):
     alone, ranks = tmp_path / "alone", tmp_path / "ranks"
     processes = start(alone), start(ranks, *options, ranks=4)
     expected, _ = losses(alone, processes[0])
-    found, said = losses(ranks, processes[1])
-    assert found == pytest.approx(expected, rel=0, abs=1e-12)
-    assert len(found) == 5 and f"step   4  loss {found[-1]:.6f}" in said
-    assert found[-1] < found[0]
+    ring_losses, said = losses(ranks, processes[1])
+    assert ring_losses == pytest.approx(expected, rel=0, abs=1e-12)
+    assert len(ring_losses) == 5 and f"step   4  loss {ring_losses[-1]:.6f}" in said
+    assert ring_losses[-1] < ring_losses[0]
 
 
 def test_two_by_two_ranks_learn_as_one(tmp_path):

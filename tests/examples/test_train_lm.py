@@ -93,8 +93,8 @@ def test_a_step_compiles_into_one_graph():
     model = train_lm.fresh_model(SIZE, 0, CPU)
     batch = training_batch(CORPORA[0], SIZE.context, SIZE.tokens, 0, 0)
     compiled = torch.compile(train_lm.loss_of, backend="aot_eager", fullgraph=True)
-    found, expected = (f(model, batch, SIZE.context) for f in (compiled, train_lm.loss_of))
-    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    loss, expected = (f(model, batch, SIZE.context) for f in (compiled, train_lm.loss_of))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.gpu

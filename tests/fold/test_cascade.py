@@ -881,21 +881,21 @@ class TestTogetherOnTheGpu:
         together, one = self.calls((q, pages, tables, plan))
 
         def all_of(call):
-            found = []
+            results = []
             for i in range(20):
                 pages[:, shared].copy_(keys[i])
                 q.copy_(queries[i])
-                found.append(call())
-            return found
+                results.append(call())
+            return results
 
         wants = all_of(one)
         all_of(together), all_of(together)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = all_of(together)
+            results = all_of(together)
         for _ in range(5):
             graph.replay()
-            for got, want in zip(found, wants, strict=True):
+            for got, want in zip(results, wants, strict=True):
                 self.assert_close(got, want)
 
     def test_a_graph_follows_growing_sequences(self):

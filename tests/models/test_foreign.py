@@ -133,11 +133,11 @@ def test_only_selected_rows_are_computed(tmp_path):
 
 def test_a_checkpoint_is_described_without_its_weights(tmp_path):
     foreign_models.model("gpt_oss").save_pretrained(tmp_path)
-    found = models.inspect_foreign(tmp_path)
-    assert found.layout.windows == (7, None)
-    assert found.layout.heads == (4, 2, 16, 16, torch.float32)
-    assert found.config.eos_token_ids == (2,) and found.config.max_seqlen == 256
-    assert (found.config.vocab_size, found.config.num_layers) == (131, 2)
+    checkpoint = models.inspect_foreign(tmp_path)
+    assert checkpoint.layout.windows == (7, None)
+    assert checkpoint.layout.heads == (4, 2, 16, 16, torch.float32)
+    assert checkpoint.config.eos_token_ids == (2,) and checkpoint.config.max_seqlen == 256
+    assert (checkpoint.config.vocab_size, checkpoint.config.num_layers) == (131, 2)
 
 
 def test_weights_may_be_in_several_files(tmp_path):

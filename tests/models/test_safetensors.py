@@ -185,7 +185,7 @@ def test_mutated_headers_are_accepted_or_refused_as_by_the_package(tmp_path):
                 mutate(chance, header)
         size = max([e["data_offsets"][1] for e in header.values()], default=0)
         file.write_bytes(packed(header, BYTES[: size if 0 <= size <= 32 else 24]))
-        found = ours(file)
-        counts[found is not None] += 1
-        assert found == theirs(file) or (found is None and overflows(header)), header
+        tensors = ours(file)
+        counts[tensors is not None] += 1
+        assert tensors == theirs(file) or (tensors is None and overflows(header)), header
     assert min(counts) > 30

@@ -126,14 +126,14 @@ def test_dropout_keeps_the_same_weights_as_one_device(name, cu):
         return context_parallel_attention(mine(q), mine(q), mine(v), comm, **where, **options)
 
     layout = LAYOUTS[name](4)
-    found = layout.unshard(run_ranks(4, on_rank, layout), dim)
-    assert torch.equal(found != 0, want != 0)
+    weights = layout.unshard(run_ranks(4, on_rank, layout), dim)
+    assert torch.equal(weights != 0, want != 0)
 
 
 def counted(comm, case):
     counting = CountingComm(comm)
-    found = on_rank(counting, case)[0]
-    return found, counting.messages, counting.bytes
+    result = on_rank(counting, case)[0]
+    return result, counting.messages, counting.bytes
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -256,12 +256,12 @@ def test_a_round_shows_the_cells_of_the_global_mask(data):
     rows, cols = (torch.tensor(sorted(data.draw(picks))) for _ in range(2))
     lo, hi = global_mask.key_ranges(rows)
     want = (cols >= lo[:, None]) & (cols < hi[:, None])
-    found = torch.zeros_like(want)
+    visible = torch.zeros_like(want)
     round = plan_round(global_mask, rows, cols, CPU)
     if round is not None:
-        found[round.rows, round.keys] = expanded(round)
+        visible[round.rows, round.keys] = expanded(round)
         assert round.count_pairs((1, 1)) == int(want.sum())
-    assert torch.equal(found, want)
+    assert torch.equal(visible, want)
 
 
 def expanded(round):
@@ -339,10 +339,10 @@ def test_a_default_seed_is_the_same_on_all_ranks():
         v = layout.shard(v, comm.rank).contiguous()
         return context_parallel_attention(mine, mine, v, comm, layout=layout, dropout_p=0.5)
 
-    found = layout.unshard(run_ranks(4, on_rank)) != 0
-    rows = found[0, :, 0].int().tolist()
+    kept = layout.unshard(run_ranks(4, on_rank)) != 0
+    rows = kept[0, :, 0].int().tolist()
     assert len({tuple(row) for row in rows}) > 16  # no rank repeats another's draws
-    assert 0.35 < found.double().mean() < 0.65
+    assert 0.35 < kept.double().mean() < 0.65
 
 
 X = torch.zeros(1, 6, 2, 8)

@@ -279,8 +279,8 @@ def processes(log):
             )
         started.append(child)
         for line in child.stdout or ():
-            if found := re.search(r"http://[\d.]+:\d+", line):
-                return child, found[0]
+            if match := re.search(r"http://[\d.]+:\d+", line):
+                return child, match[0]
         raise AssertionError(log.read_text())
 
     yield start

@@ -42,8 +42,8 @@ def crowd_server(tmp_path):
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     for line in child.stdout:
-        if found := re.search(r"http://[\d.]+:\d+", line):
-            yield child, found[0]
+        if match := re.search(r"http://[\d.]+:\d+", line):
+            yield child, match[0]
             break
     child.kill()
     child.communicate()

@@ -215,11 +215,11 @@ def normalised(s, p, block):
     """S_dmask (heads, rows, keys) as probabilities; p is attention's, without dropout:
     exp(s - m) * exp(m - lse), and exp(m - lse) is the largest p from the block of a key on.
     """
-    found = []
+    blocks = []
     for start in range(0, p.shape[-1], block):
         largest = p[..., start:].amax(-1, keepdim=True)
-        found.append(s[..., start : start + block] * largest)
-    return torch.cat(found, -1)
+        blocks.append(s[..., start : start + block] * largest)
+    return torch.cat(blocks, -1)
 
 
 @pytest.mark.parametrize("packed", [False, True])

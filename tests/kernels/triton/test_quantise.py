@@ -116,9 +116,9 @@ def test_operands_equal_the_recipe(case, precision):
     if precision == "int8_pv16":
         assert got.v is None
     else:
-        found, codes = _whole(got.v, v, cu_k, transposed=True)
+        dequantised, codes = _whole(got.v, v, cu_k, transposed=True)
         assert torch.equal(codes, want.v.values.float())
-        assert torch.equal(found, want.v.dequantise())
+        assert torch.equal(dequantised, want.v.dequantise())
     exact = lse_shift(q, want.mean, problem.softmax_scale, cu_q)
     torch.testing.assert_close(shift * LN2, exact, rtol=1e-5, atol=1e-4)
 
@@ -128,14 +128,14 @@ def test_operands_equal_the_recipe(case, precision):
 def test_blocks_of_a_strip_equal_blocks_of_single_programs(case, monkeypatch):
     x, lengths = _packed() if case == "packed" else _dense(*case)
     problem = describe(x, Options(precision="fp8"), lengths)
-    found = []
+    runs = []
     for programs in (1, 1 << 30):
         monkeypatch.setattr(quantise, "PROGRAMS", programs)
         shift = torch.zeros(*x.q.shape[:-3], x.q.shape[-2], x.q.shape[-3], device=DEVICE)
         q, k, v, _ = quantise.prepare(problem, x, shift)
         whole = _whole(q, x.q, x.cu_seqlens_q), _whole(k, x.k, x.cu_seqlens_k)
-        found.append((shift, *sum(whole, ()), *_whole(v, x.v, x.cu_seqlens_k, transposed=True)))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        runs.append((shift, *sum(whole, ()), *_whole(v, x.v, x.cu_seqlens_k, transposed=True)))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @interpreted_or_gpu
