@@ -522,8 +522,8 @@ def assert_accurate(
         attention = attention(leaves["q"], leaves["k"], leaves["v"], **others)
     out, lse, rows = _unpack(attention)
     dout, dlse = _cotangents(out, lse, q.dtype) if out.requires_grad else (None, None)
-    asked = {name: x for name, x in options.items() if name not in CARRIED}
-    yardsticks = _yardsticks(q, k, v, asked, out, dout, dlse)
+    checked_options = {name: x for name, x in options.items() if name not in CARRIED}
+    yardsticks = _yardsticks(q, k, v, checked_options, out, dout, dlse)
     got = {"out": out, **rows, **_gradients(leaves, out, lse, dout, dlse)}
     report = Report(x for name in got for x in _judge(name, got[name], yardsticks, q.dtype))
     if not report.ok:

@@ -37,10 +37,10 @@ def pins(file):
 
 
 def floors():
-    asked = [*PROJECT["build-system"]["requires"], *PROJECT["project"]["dependencies"]]
+    requirements = [*PROJECT["build-system"]["requires"], *PROJECT["project"]["dependencies"]]
     for extra in PROJECT["project"]["optional-dependencies"].values():
-        asked += extra
-    for requirement in map(Requirement, asked):
+        requirements += extra
+    for requirement in map(Requirement, requirements):
         for specifier in requirement.specifier:
             if specifier.operator == ">=":
                 yield requirement.name, Version(specifier.version)

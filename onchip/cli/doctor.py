@@ -125,8 +125,8 @@ def reasons(table: list[Support]) -> list[str]:
     for s in table:
         for precision, reason in s.refusals.items():
             label = s.device if not s.served else f"{s.device} {precision}"
-            seen = where.setdefault((s.kernel, reason), [])
-            seen += [label] if label not in seen else []
+            devices = where.setdefault((s.kernel, reason), [])
+            devices += [label] if label not in devices else []
     return [f"{k} refuses {', '.join(labels)}: {reason}." for (k, reason), labels in where.items()]
 
 

@@ -340,8 +340,8 @@ class KVCache:
             return f"{sequence!r} is not a sequence"
         if sequence.cache is not self:
             return "a sequence of another cache"
-        gone = sequence.table not in self.pool.tables
-        return f"the sequence was {'freed already' if gone else 'swapped out'}"
+        is_freed = sequence.table not in self.pool.tables
+        return f"the sequence was {'freed already' if is_freed else 'swapped out'}"
 
     def release_row(self, sequence: Sequence) -> None:
         """Take the sequence out of the host table: it is about to be swapped out or freed."""

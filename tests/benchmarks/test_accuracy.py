@@ -261,17 +261,17 @@ class TestKernels:
             torch.testing.assert_close(mine[name], want, atol=1e-12, rtol=0)
 
     def test_fa3_in_fp8_gets_values_and_scales_by_head(self):
-        seen = {}
+        arguments = {}
 
         def function(q, k, v, **scales):
-            seen.update(scales, dtype=q.dtype)
+            arguments.update(scales, dtype=q.dtype)
             dequantised = [x.float() * scales[f"{n}_descale"][:, None, :, None]
                            for n, x in zip("qkv", (q, k, v), strict=True)]  # fmt: skip
             return ot.unfused(*dequantised), None
 
         inputs = drawn(SMALL)
         out = accuracy_kernels.fa3_fp8(function)(*inputs[:3])
-        assert seen["dtype"] == torch.float8_e4m3fn and seen["k_descale"].shape == (1, 2)
+        assert arguments["dtype"] == torch.float8_e4m3fn and arguments["k_descale"].shape == (1, 2)
         assert ot.rmse(out, ot.oracle(*inputs[:3]).out) < 0.03
 
 

@@ -73,15 +73,15 @@ def test_a_band_holds_the_middle_of_the_paired_ratios():
 
 
 def test_every_round_has_all_and_the_first_is_dropped():
-    seen = []
+    sampled_ms = []
 
     def sample(captures):
-        seen.extend(x.ms for x in captures)
+        sampled_ms.extend(x.ms for x in captures)
         return [float(i) for i in range(len(captures))]
 
     times = gpu.alternate([("a", capture(1)), ("b", capture(2)), ("c", capture(3))], 2, sample)
-    rounds = [seen[i : i + 3] for i in range(0, 9, 3)]
-    assert all(sorted(each) == [1, 2, 3] for each in rounds) and len(seen) == 9
+    rounds = [sampled_ms[i : i + 3] for i in range(0, 9, 3)]
+    assert all(sorted(each) == [1, 2, 3] for each in rounds) and len(sampled_ms) == 9
     places = {
         name: [3.0 * i + rounds[i].index(ms) for i in (1, 2)]
         for name, ms in zip("abc", (1, 2, 3), strict=True)

@@ -84,10 +84,10 @@ def test_the_fastest_peer_is_the_one_that_counts(problem, monkeypatch):
 
 
 def test_at_least_seven_rounds_unless_quick(monkeypatch):
-    seen = []
-    monkeypatch.setattr(harness, "alternate", lambda *args: seen.append(args[2:]))
+    calls = []
+    monkeypatch.setattr(harness, "alternate", lambda *args: calls.append(args[2:]))
     Session().clock({})
-    assert seen[0][0] >= 7
+    assert calls[0][0] >= 7
 
 
 def row(**columns):

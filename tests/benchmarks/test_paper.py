@@ -82,10 +82,10 @@ def test_softmax_reads_as_often_as_its_name_says():
 
 
 def test_times_are_of_one_thread_and_threads_come_back():
-    seen, before = [], torch.get_num_threads()
-    job = lambda: seen.append(torch.get_num_threads())
+    num_threads, before = [], torch.get_num_threads()
+    job = lambda: num_threads.append(torch.get_num_threads())
     seconds = paper_runs.thread_seconds({"job": job}, rounds=2)
-    assert seconds["job"] >= 0 and seen == [1, 1] and torch.get_num_threads() == before
+    assert seconds["job"] >= 0 and num_threads == [1, 1] and torch.get_num_threads() == before
     assert paper_runs.speedup(127, 32, 2, "both") > 0
     assert paper_runs.cache_token_bytes(3, 2, 64) == 2 * 3 * 2 * 64 * 2
 

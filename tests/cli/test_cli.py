@@ -146,13 +146,13 @@ def test_explain_asks_about_any_size_at_no_cost(capsys):
 
 
 def test_explain_passes_every_option_on(monkeypatch):
-    seen = {}
-    monkeypatch.setattr(onchip, "explain", lambda *t, **options: seen.update(options, t=t))
+    passed = {}
+    monkeypatch.setattr(onchip, "explain", lambda *t, **options: passed.update(options, t=t))
     run("explain", "--device", "cpu", "--window", "255", "none", "--softcap", "30", "--stats")
-    assert seen["window_size"] == (255, None)
-    assert (seen["softcap"], seen["return_stats"], seen["kernel"]) == (30.0, True, None)
+    assert passed["window_size"] == (255, None)
+    assert (passed["softcap"], passed["return_stats"], passed["kernel"]) == (30.0, True, None)
     run("explain", "--device", "cpu", "--seqlen", "7", "--seqlen-k", "9", "--head-dim-v", "16")
-    q, k, v = seen["t"]
+    q, k, v = passed["t"]
     assert (q.shape, k.shape, v.shape) == ((1, 7, 8, 64), (1, 9, 8, 64), (1, 9, 8, 16))
     assert (q.stride(-1), v.stride(-1)) == (1, 1)
 

@@ -165,8 +165,8 @@ def test_a_level_that_runs_at_once_with_the_rest():
     arguments = call([8448] * 64, shared=512)
     plan = lambda **options: cascade.plan(*arguments[3:], PAGE, model, **options)
     ask = lambda **options: str(onchip.explain(*arguments, plan=plan(**options)))
-    told = "at once     64 programs read the pages that are not shared, 64 the level"
-    assert told in ask() and "at once" not in ask(cu_seqlens_q=list(range(65)))
+    line = "at once     64 programs read the pages that are not shared, 64 the level"
+    assert line in ask() and "at once" not in ask(cu_seqlens_q=list(range(65)))
 
 
 def test_time_names_the_bottleneck():
@@ -209,8 +209,8 @@ def test_pages_on_another_device():
     empty = {"dtype": torch.bfloat16}
     q, pages = torch.empty(4, 1, 32, 128, **empty), torch.empty(1024, 16, 8, 128, **empty)
     table = torch.arange(1024, dtype=torch.int32).view(4, 256)
-    asked = q, pages, pages, table, torch.full((4,), 4096, dtype=torch.int32)
-    x = onchip.explain(*asked, on="H200")
+    args = q, pages, pages, table, torch.full((4,), 4096, dtype=torch.int32)
+    x = onchip.explain(*args, on="H200")
     assert (x.plan.kernel, x.device.name, x.parts) == ("hopper", "NVIDIA H200", ())
     cut = plan_ranges(x.problem, [(1, 4096)] * 4, H200)
     assert x.splits == cut and f"predicted   {human_time(cut.seconds)}, " in str(x)
@@ -218,14 +218,14 @@ def test_pages_on_another_device():
         x.min_bytes + cut.scratch_bytes
     )
     table[:, :200] = torch.arange(200)
-    shared = onchip.explain(*asked, on="H200")
+    shared = onchip.explain(*args, on="H200")
     once = 3 * 200 * 16 * 8 * 2 * 128 * 2
     assert x.min_bytes - shared.min_bytes == once
-    model = costs(*asked[:3], H200)
+    model = costs(*args[:3], H200)
     assert shared.sharing.plain_s == pytest.approx(model.one_call(1024, 424))
     assert str(shared).count("predicted") == 1
     if find_spec("triton"):
-        older = onchip.explain(*asked, on="A100")
+        older = onchip.explain(*args, on="A100")
         assert older.plan.kernel == "triton" and "(108 processors)" in str(older)
 
 

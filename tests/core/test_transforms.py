@@ -268,9 +268,9 @@ def judge(function, transform, compiled=False):
     try:
         result = run_compiled(apply, attend, is_whole) if compiled else apply(attend)
     except Exception as error:
-        said = "\n".join(str(e) for e in chain(error))
-        assert SENTENCES.search(said) or OF_TORCH.search(said), f"{where}: {error!r}"
-        return said
+        text = "\n".join(str(e) for e in chain(error))
+        assert SENTENCES.search(text) or OF_TORCH.search(text), f"{where}: {error!r}"
+        return text
     name = lambda message: f"{where}: {message}"
     torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9, msg=name)
     return "right"
@@ -329,6 +329,6 @@ def test_torch_drops_second_derivatives_of_views():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("function, transform", sorted(COMPILED))
 def test_right_or_refused_compiled(function, transform):
-    said = judge(function, transform, compiled=True)
+    verdict = judge(function, transform, compiled=True)
     is_whole = TRANSFORMS[transform][2]
-    assert said == "right" or not is_whole or transform not in SERVED.get(function, set())
+    assert verdict == "right" or not is_whole or transform not in SERVED.get(function, set())

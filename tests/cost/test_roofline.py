@@ -90,11 +90,11 @@ def test_steps_are_the_tiles_with_a_visible_pair(causal, window, seqlen_q, seqle
     own, tile = 192, 64
     i, j = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(seqlen_k)
     left, right = window[0], 0 if causal else window[1]
-    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
-    seen &= (j >= i - left) if left is not None else True
-    seen &= (j <= i + right) if right is not None else True
-    seen = seen.t() if keys else seen
-    want = [sum(bool(part.any()) for part in rows.split(tile, 1)) for rows in seen.split(own)]
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    visible &= (j >= i - left) if left is not None else True
+    visible &= (j <= i + right) if right is not None else True
+    visible = visible.t() if keys else visible
+    want = [sum(bool(part.any()) for part in rows.split(tile, 1)) for rows in visible.split(own)]
     assert steps(problem, own, tile, keys).tolist() == want
 
 

@@ -121,13 +121,13 @@ def test_invalid_bytes_are_shown_eventually_at_bounded_cost():
 
 def stopped(text, stops, prompt="", **options):
     detokenizer = Detokenizer(BYTES, BYTES.encode(prompt), stops)
-    seen = []
+    texts = []
     for token in BYTES.encode(text):
         stop = detokenizer.push([token], **options)
-        seen.append(str(detokenizer.text))
+        texts.append(str(detokenizer.text))
         if stop:
-            return str(detokenizer.text), stop, seen
-    return str(detokenizer.text), detokenizer.finish(), [*seen, str(detokenizer.text)]
+            return str(detokenizer.text), stop, texts
+    return str(detokenizer.text), detokenizer.finish(), [*texts, str(detokenizer.text)]
 
 
 @pytest.mark.parametrize(

@@ -237,15 +237,15 @@ def test_a_stream_grows_to_the_whole_output(tiny, expected, overlap):
         requests = {r.request_id: r for r in tiny.ask(one)}
         last, outputs = tiny.drain(one)
     assert tiny.visible(last) == expected
-    seen = dict.fromkeys(itertools.product(requests, range(3)), "")
+    texts = dict.fromkeys(itertools.product(requests, range(3)), "")
     for output in outputs:
         if requests[output.request_id].is_ranked_at_end:
             assert output.finished
         for c in output.outputs:
-            before = seen[output.request_id, c.index]
+            before = texts[output.request_id, c.index]
             assert c.text.startswith(before) or requests[output.request_id].is_ranked_at_end
             assert c.finished or not c.text.endswith("\ufffd")
-            seen[output.request_id, c.index] = c.text
+            texts[output.request_id, c.index] = c.text
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -515,12 +515,12 @@ def test_an_interrupted_step_ends_all_requests_and_not_the_engine(tiny, monkeypa
             patch.setattr(one.model, "run", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 one.step()
-        gone = [request for request in requests if not request.finished]
-        assert one.has_work and len(gone) > 2
-        one.cancel(gone[0].request_id)
+        unfinished = [request for request in requests if not request.finished]
+        assert one.has_work and len(unfinished) > 2
+        one.cancel(unfinished[0].request_id)
         tiny.check_empty(one)
         outputs = one.step()
-        assert [o.request_id for o in outputs] == [r.request_id for r in gone[1:]]
+        assert [o.request_id for o in outputs] == [r.request_id for r in unfinished[1:]]
         assert all(o.finished and o.outputs[0].finish_reason == "abort" for o in outputs)
         assert not one.has_work and one.stats().tokens_generated > generated
         one._num_accepted = 0
@@ -546,8 +546,8 @@ def test_close_frees_all_memory(tiny):
 def test_stats_count_tokens_pages_and_requests(tiny):
     with tiny.engine(overlap=True) as one:
         tiny.ask(one)
-        seen = []
-        thread = threading.Thread(target=lambda: seen.extend(one.stats() for _ in range(2000)))
+        stats = []
+        thread = threading.Thread(target=lambda: stats.extend(one.stats() for _ in range(2000)))
         thread.start()
         one.step()
         busy = one.stats()
@@ -556,7 +556,7 @@ def test_stats_count_tokens_pages_and_requests(tiny):
         last, _ = tiny.drain(one)
         thread.join()
         idle = one.stats()
-        assert len(seen) == 2000 and all(s.pages_free <= s.pages_total for s in seen)
+        assert len(stats) == 2000 and all(s.pages_free <= s.pages_total for s in stats)
         assert (idle.running, idle.waiting, idle.request_pages) == (0, 0, {})
         assert idle.pages_free == idle.pages_total == 299 and idle.pages_cached > 0
         assert idle.tokens_cached == sum(output.num_cached_tokens for output in last.values())

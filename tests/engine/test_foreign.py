@@ -61,15 +61,15 @@ def test_preemption_changes_no_token(how, gib, saved):
 @torch.no_grad()
 def test_logprobs_forks_and_beams(saved):
     with serve(saved("mixtral")) as llm:
-        asked = SamplingParams(temperature=0, max_tokens=3, n=2, prompt_logprobs=0, logprobs=0)
-        (output,) = llm.generate([PROMPTS[1]], asked, use_tqdm=False)
+        params = SamplingParams(temperature=0, max_tokens=3, n=2, prompt_logprobs=0, logprobs=0)
+        (output,) = llm.generate([PROMPTS[1]], params, use_tqdm=False)
         (beams,) = llm.beam_search([PROMPTS[0]], BeamSearchParams(3, 4, ignore_eos=True))
     text = torch.tensor([PROMPTS[1] + list(output.outputs[0].token_ids)])
     logits = foreign_models.model("mixtral")(text, use_cache=False).logits[0]
     exact = logits.log_softmax(-1)[:-1].gather(1, text[0, 1:, None])[:, 0]
-    told = [next(iter(one.values())).logprob for one in output.prompt_logprobs[1:]]
-    told += [next(iter(one.values())).logprob for one in output.outputs[0].logprobs]
-    torch.testing.assert_close(torch.tensor(told), exact, rtol=0, atol=1e-4)
+    logprobs = [next(iter(one.values())).logprob for one in output.prompt_logprobs[1:]]
+    logprobs += [next(iter(one.values())).logprob for one in output.outputs[0].logprobs]
+    torch.testing.assert_close(torch.tensor(logprobs), exact, rtol=0, atol=1e-4)
     assert output.outputs[0].token_ids == output.outputs[1].token_ids
     assert beams.outputs[0].cumulative_logprob >= beams.outputs[1].cumulative_logprob
 

@@ -212,7 +212,7 @@ def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap, f
     """
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(batches, "FULL_COPY_PAGES", full_copy_pages)
-    told = []
+    outputs = []
     for graphs in (False, True):
         with tiny.engine(overlap=overlap, num_pages=40, host_pages=90) as one:
             one.cache.pages.k.fill_(float("nan"))
@@ -222,9 +222,9 @@ def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap, f
                 one._runner._graphs.record_all(one.limits.max_num_batched_tokens)
                 monkeypatch.setattr(Replayed, "_record", None)
             tiny.ask(one)
-            told.append(tiny.visible(tiny.drain(one)[0]))
+            outputs.append(tiny.visible(tiny.drain(one)[0]))
             used = one._runner._graphs.used if graphs else None
-    assert told[0] == told[1] and used >= {(4, 4), (8, 8), (12, 64)}
+    assert outputs[0] == outputs[1] and used >= {(4, 4), (8, 8), (12, 64)}
 
 
 @pytest.mark.parametrize("max_num_seqs", [12, 300, 3000])

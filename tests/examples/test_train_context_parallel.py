@@ -27,18 +27,18 @@ def start(path, *options, ranks=1):
 
 
 def losses(path, process):
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    return json.loads(path.read_text()), said
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return json.loads(path.read_text()), output
 
 
 def check(tmp_path, *options):
     alone, ranks = tmp_path / "alone", tmp_path / "ranks"
     processes = start(alone), start(ranks, *options, ranks=4)
     expected, _ = losses(alone, processes[0])
-    ring_losses, said = losses(ranks, processes[1])
+    ring_losses, output = losses(ranks, processes[1])
     assert ring_losses == pytest.approx(expected, rel=0, abs=1e-12)
-    assert len(ring_losses) == 5 and f"step   4  loss {ring_losses[-1]:.6f}" in said
+    assert len(ring_losses) == 5 and f"step   4  loss {ring_losses[-1]:.6f}" in output
     assert ring_losses[-1] < ring_losses[0]
 
 

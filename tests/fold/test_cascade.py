@@ -289,12 +289,12 @@ class TestModel:
         assert len(level.groups) == groups and plan.together is None
         rows = level.segments * groups, level.max_seqlen_q, level.page_table.shape[1] * 16
         types = {"dtype": torch.bfloat16, "out_dtype": torch.float32, "softmax_scale": 0.1}
-        asked = Problem(*rows, 32, 8, 128, 128, **types, packed=groups > 1, page_size=16)
+        call = Problem(*rows, 32, 8, 128, 128, **types, packed=groups > 1, page_size=16)
         queries = q[:, 0].repeat(level.segments, 1, 1)
-        asked = asked._replace(
-            uniform_lengths=has_uniform_lengths(asked, Tensors(queries, pages, pages))
+        call = call._replace(
+            uniform_lengths=has_uniform_lengths(call, Tensors(queries, pages, pages))
         )
-        kernel = dispatch.plan(asked, DeviceInfo("cuda", "H200", (9, 0))).kernel
+        kernel = dispatch.plan(call, DeviceInfo("cuda", "H200", (9, 0))).kernel
         assert level.segments == 1 or kernel == "hopper"
         assert level.segments > 1 or members < 24 or groups * -(-members // 32) > 8
 
@@ -377,10 +377,10 @@ class TestTogether:
         own, level, segments, _ = plan.together
         assert own + level <= 16 and level == segments * KV_HEADS
         attend, calls = counted(onchip.paged_attention)
-        asked = []
+        partitions = []
 
         def at_once(*calls):
-            asked.extend(call.options.pop("sm_partition") for call in calls)
+            partitions.extend(call.options.pop("sm_partition") for call in calls)
             made = [onchip.paged_attention(*call.args, **call.options) for call in calls]
             return made if can else None
 
@@ -390,7 +390,7 @@ class TestTogether:
         want = onchip.paged_attention(q, *pages, *tables, return_lse=True)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
         both = [SMPartition(own, second=False), SMPartition(level, second=True)]
-        assert asked == ([] if can is None else both)
+        assert partitions == ([] if can is None else both)
         assert len(calls) == (0 if can else 2)
 
 
@@ -842,10 +842,10 @@ class TestTogetherOnTheGpu:
     @pytest.fixture
     def launched(self, monkeypatch):
         """Whether each launch of the forward was a second one."""
-        seen, launch = [], hopper_launch().is_second
-        note = lambda problem: seen.append(launch(problem)) or seen[-1]
+        launches, launch = [], hopper_launch().is_second
+        note = lambda problem: launches.append(launch(problem)) or launches[-1]
         monkeypatch.setattr(hopper_launch(), "is_second", note)
-        return seen
+        return launches
 
     @pytest.mark.parametrize("name", CASES)
     def test_equals_one_call(self, name, launched):

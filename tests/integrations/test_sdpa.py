@@ -38,9 +38,9 @@ def qkv(seqlen_q=33, seqlen_k=45, heads=4, kv_heads=2, dtype=torch.float32, cont
 
 def hidden(seqlen_q=33, seqlen_k=45):
     """Bool, with a query that sees no key."""
-    seen = torch.rand(2, 1, seqlen_q, seqlen_k) > 0.3
-    seen[0, 0, 3] = False
-    return seen
+    visible = torch.rand(2, 1, seqlen_q, seqlen_k) > 0.3
+    visible[0, 0, 3] = False
+    return visible
 
 
 OPTIONS = {

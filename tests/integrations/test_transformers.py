@@ -242,8 +242,8 @@ class TestPacking:
         words, positions = packed
         one = as_name(families.model(kind), "onchip")
         cu = torch.tensor([0, *self.LENGTHS]).cumsum(0).int()
-        said = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 13, "max_length_k": 13}
-        together = one(words, position_ids=positions, use_cache=use_cache, **said).logits
+        options = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 13, "max_length_k": 13}
+        together = one(words, position_ids=positions, use_cache=use_cache, **options).logits
         close(together, self.alone(one, words))
 
     @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
@@ -252,10 +252,10 @@ class TestPacking:
         words, positions = packed
         one = as_name(families.model(kind), "onchip")
         cu = torch.tensor([0, *self.LENGTHS]).cumsum(0).int()
-        said = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 13, "max_length_k": 13}
+        options = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 13, "max_length_k": 13}
         monkeypatch.setattr(adapter, "attention", None)
         with torch.no_grad():
-            one(words, position_ids=positions, use_cache=False, **said)
+            one(words, position_ids=positions, use_cache=False, **options)
 
     @torch.no_grad()
     def test_offsets_in_a_graph(self, packed):
@@ -263,9 +263,9 @@ class TestPacking:
         one = as_name(copy.deepcopy(families.model("mistral")), "onchip")
         one.model.layers = one.model.layers[:1]
         cu = torch.tensor([0, *self.LENGTHS]).cumsum(0).int()
-        said = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 13, "max_length_k": 13}
+        options = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 13, "max_length_k": 13}
         compiled = torch.compile(one, backend="eager", fullgraph=True)
-        together = compiled(words, position_ids=positions, use_cache=False, **said).logits
+        together = compiled(words, position_ids=positions, use_cache=False, **options).logits
         close(together, self.alone(one, words))
 
     def test_gradients(self, packed):
@@ -379,8 +379,8 @@ class Logits(torch.nn.Module):
         self.one = one
 
     def forward(self, words, attention_mask=None, position_ids=None):
-        said = {"attention_mask": attention_mask, "position_ids": position_ids}
-        return self.one(words, use_cache=False, **said).logits
+        options = {"attention_mask": attention_mask, "position_ids": position_ids}
+        return self.one(words, use_cache=False, **options).logits
 
 
 class TestGraphs:
@@ -503,18 +503,18 @@ class TestRefusals:
     def test_a_mask_over_other_keys(self):
         q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 11, 8)
         masking = transformers.masking_utils
-        said = {"batch_size": 1, "q_length": 9, "kv_length": 9, "device": "cpu"}
+        options = {"batch_size": 1, "q_length": 9, "kv_length": 9, "device": "cpu"}
         rule = masking.sliding_window_causal_mask_function(4)
-        made = adapter.mask(mask_function=rule, local_size=4, **said)
+        made = adapter.mask(mask_function=rule, local_size=4, **options)
         adapter.attend(torch.nn.Module(), q, q, q, made)
         with pytest.raises(onchip.UnsupportedError, match="over 9 keys, the call has 11"):
             adapter.attend(torch.nn.Module(), q, k, k, made)
 
     def test_offsets_of_a_batch(self):
         q, cu = torch.randn(2, 2, 9, 8), torch.tensor([0, 9], dtype=torch.int32)
-        said = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
+        options = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
         with pytest.raises(onchip.UnsupportedError, match="batch of 2"):
-            adapter.attend(torch.nn.Module(), q, q, q, None, **said)
+            adapter.attend(torch.nn.Module(), q, q, q, None, **options)
 
 
 class OwnAttention(torch.nn.Module):

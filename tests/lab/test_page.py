@@ -237,12 +237,12 @@ class TestTiles:
             row = papers.WATCHED[place]
             slide(tab, "tiles-step", frame)
             slide(tab, "tiles-row", place)
-            seen = torch.zeros(papers.SEQLEN, dtype=torch.bool)
+            visited = torch.zeros(papers.SEQLEN, dtype=torch.bool)
             for i, j, *_ in steps[: frame + 1]:
                 if i == row // papers.TILE:
-                    seen[j * papers.TILE : (j + 1) * papers.TILE] = True
+                    visited[j * papers.TILE : (j + 1) * papers.TILE] = True
             s = (q[row] @ k.mT / papers.HEAD_DIM**0.5).masked_fill(
-                ~(seen & visible[row]), -math.inf
+                ~(visited & visible[row]), -math.inf
             )
             one = state.lift(s, v)
             out = state.finalize(one)[0][: papers.NUMBERS]
@@ -360,10 +360,10 @@ class TestPages:
         tab.click("#pages-generate")
         play.do({"do": "generate", "name": None})
         tab.click('[data-act="free C"]')
-        said = play.do({"do": "free", "name": "C"})["say"]
+        sentence = play.do({"do": "free", "name": "C"})["say"]
         want = play.state()
         tab.wait_for_function(
-            "(say) => document.querySelector('#pages-say').textContent === say", arg=said
+            "(say) => document.querySelector('#pages-say').textContent === say", arg=sentence
         )
         assert self.tables(tab) == {t["name"]: t["pages"] for t in want["tables"]}
         assert fact(tab, "pages", "used") == f"{24 - want['free']} of 24"

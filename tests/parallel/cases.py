@@ -106,8 +106,8 @@ def differentiate(attend, leaves, dout, dlse, extras):
     leaves = [t.clone().requires_grad_() for t in leaves]
     extras = {n: t.clone().requires_grad_() if n == "sinks" else t for n, t in extras.items()}
     out, lse = attend(*leaves, extras)
-    seen = lse.masked_fill(lse == -torch.inf, 0.0)
-    torch.autograd.backward((out, seen), (dout.to(out.dtype), dlse))
+    finite_lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    torch.autograd.backward((out, finite_lse), (dout.to(out.dtype), dlse))
     results = {"out": out.detach(), "lse": lse.detach()}
     results |= {"d" + n: t.grad for n, t in zip("qkv", leaves, strict=True)}
     if "sinks" in extras:

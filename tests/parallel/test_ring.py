@@ -193,8 +193,8 @@ def test_hops_are_as_dense_masks_say():
         ):
             layout = make(4)
             lo, hi = global_mask.key_ranges(torch.arange(300))
-            seen = (torch.arange(300) >= lo[:, None]) & (torch.arange(300) < hi[:, None])
-            needed = max(h for h in range(4) for r in range(4) if sees_keys(layout, seen, r, h))
+            visible = (torch.arange(300) >= lo[:, None]) & (torch.arange(300) < hi[:, None])
+            needed = max(h for h in range(4) for r in range(4) if sees_keys(layout, visible, r, h))
             assert count_hops(layout, global_mask) >= needed
             if make is contiguous:
                 assert count_hops(layout, global_mask) == needed
@@ -268,10 +268,10 @@ def expanded(round):
     if round.mask is not None:
         return round.mask.to_dense()[0, 0]
     lengths = [s.stop - s.start for s in (round.rows, round.keys)]
-    seen = masks.Visibility(*lengths, round.causal, round.window_size).tile(
+    visible = masks.Visibility(*lengths, round.causal, round.window_size).tile(
         0, lengths[0], 0, lengths[1]
     )
-    return torch.ones(lengths, dtype=torch.bool) if seen is None else seen
+    return torch.ones(lengths, dtype=torch.bool) if visible is None else visible
 
 
 @pytest.mark.parametrize("size", [2, 8, pytest.param(64, marks=pytest.mark.slow)])

@@ -116,12 +116,12 @@ class FakeEngine:
             self.requests.clear()
             raise self.boom
         self.steps += 1
-        told = [r for r in list(self.requests.values())[: self.max_running] if self.grow(r)]
-        for request in told:
+        grown = [r for r in list(self.requests.values())[: self.max_running] if self.grow(r)]
+        for request in grown:
             if request.end:
                 del self.requests[request.request_id]
         self.last_step_at = time.monotonic()
-        return [r.output() for r in told if r.end or r.stream]
+        return [r.output() for r in grown if r.end or r.stream]
 
     def grow(self, request):
         now, params = time.monotonic(), request.params

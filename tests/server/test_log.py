@@ -106,7 +106,7 @@ def test_the_start_line_describes_the_model():
     from onchip.engine import LLM
 
     llm = LLM("tiny", num_pages=200, max_num_seqs=8, swap_space=0, device="cpu")
-    said = command.describe(llm.engine, "tiny")
+    sentence = command.describe(llm.engine, "tiny")
     llm.engine.close()
-    assert re.search(r"model=tiny device=cpu dtype=float32 kv_dtype=float32 pages=199 ", said)
-    assert re.search(r"page_tokens=16 max_model_len=2048 pages_mib=\d+", said)
+    assert re.search(r"model=tiny device=cpu dtype=float32 kv_dtype=float32 pages=199 ", sentence)
+    assert re.search(r"page_tokens=16 max_model_len=2048 pages_mib=\d+", sentence)

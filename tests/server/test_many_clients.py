@@ -64,13 +64,13 @@ def test_a_thousand_open_connections_are_all_answered_in_turn(crowd_server, ask)
     child, url = crowd_server
 
     async def scene(seed):
-        seen = []
-        watching = asyncio.create_task(watch(ask, url, seen))
+        open_requests = []
+        watching = asyncio.create_task(watch(ask, url, open_requests))
         outcomes = await run(
             url, Load(CLIENTS, prompt_chars=(20, 60), max_tokens=(TOKENS, TOKENS), seed=seed)
         )
         watching.cancel()
-        return outcomes, max(seen)
+        return outcomes, max(open_requests)
 
     outcomes, most = asyncio.run(scene(0))
     assert most > 0.9 * CLIENTS

@@ -286,10 +286,10 @@ def test_no_tensor_is_kept_alive(log, compute):
     cached = cached_call(x)
     for _ in range(4):
         result = replay.replay_or_run(compute, cached, x, None)
-    gone = [weakref.ref(t) for t in (*x[:3], result.out)]
+    refs = [weakref.ref(t) for t in (*x[:3], result.out)]
     del x, result
     gc.collect()
-    assert log and not any(each() for each in gone)
+    assert log and not any(each() for each in refs)
 
 
 def test_threads_share_recordings(log, compute):
