@@ -65,7 +65,7 @@ def unregister_backend(name: str) -> None:
     """Undo register_backend(name, ...)."""
     global _registry
     _check_registered("name", name)
-    _registry = {other: found for other, found in _registry.items() if other != name}
+    _registry = {other: registered for other, registered in _registry.items() if other != name}
     _loaded.pop(name, None)
     _forget_plans()
 

@@ -138,7 +138,7 @@ class TestMeasures:
         assert measured.ulp_median == pytest.approx(0.25, abs=0.005)
         assert 0.49 < measured.ulp_99 <= 0.5
 
-    def test_nothing_off_is_nothing(self):
+    def test_equal_tensors_have_no_error(self):
         assert set(errors(torch.zeros(5), torch.zeros(5), FP16)) == {0.0}
 
 
@@ -149,13 +149,13 @@ class TestExponentials:
         a, b, c = (torch.randn(2000, generator=generator) for _ in range(3))
         c[::2] = -(a * b)[::2]  # all but the roundings cancels
         got = exponentials.fma(a, b, c)
-        for x, y, z, found in zip(*(t.tolist() for t in (a, b, c, got)), strict=True):
+        for x, y, z, rounded in zip(*(t.tolist() for t in (a, b, c, got)), strict=True):
             exact = Fraction(x) * Fraction(y) + Fraction(z)
-            ends = (torch.nextafter(torch.tensor(found), torch.tensor(e)) for e in (-INF, INF))
-            distance = abs(Fraction(found) - exact)
+            ends = (torch.nextafter(torch.tensor(rounded), torch.tensor(e)) for e in (-INF, INF))
+            distance = abs(Fraction(rounded) - exact)
             assert all(distance <= abs(Fraction(float(end)) - exact) for end in ends)
 
-    def test_fma_sees_what_lies_beside_a_tie(self):
+    def test_fma_rounds_a_tie_by_its_remainder(self):
         """(1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 is halfway; 2^-80 decides, which fp64 cannot hold."""
         a = torch.full((3,), 1 + 2.0**-12)
         beside = torch.tensor([2.0**-80, -(2.0**-80), 0.0])
@@ -189,7 +189,7 @@ class TestExponentials:
                 want = x.clamp(min=-126).double().exp2().float()
                 assert torch.equal(exp2(x), want), name
 
-    def test_every_number_is_asked(self):
+    def test_all_16_bit_inputs_are_measured(self):
         assert len(exponentials.all_numbers(BF16)) == 0x42FC + 1  # bits of 126, and -0
         assert float(exponentials.all_numbers(FP16).min()) == -25.0
         numbers = exponentials.fp32_numbers(1 << 20)
@@ -246,7 +246,7 @@ class TestKernels:
         assert accuracy.served(session, ask, [Kernel("none", "peer", refuse)]) == []
         assert session.refused == []
 
-    def test_a_failure_is_told_and_costs_no_other_kernel_its_row(self):
+    def test_a_failing_kernel_is_reported_and_others_get_their_rows(self):
         broken = Kernel("broken", "peer", lambda q, k, v: torch.randn(2, 3) @ torch.randn(2, 3))
         cell = accuracy.AccuracyCell("forward", FAMILIES["N(0,1)"], SMALL, BF16)
         session, unfused = Session(), Kernel("unfused", "peer", ot.unfused)
@@ -328,7 +328,7 @@ class TestThresholds:
     def threshold(self, name):
         return next(t for t in accuracy_thresholds.THRESHOLDS if t.name == name)
 
-    def test_every_promise_has_a_threshold(self):
+    def test_every_documented_error_has_a_threshold(self):
         limits = {threshold.name: threshold.at_most for threshold in accuracy_thresholds.THRESHOLDS}
         assert limits["fp8: RMSE on outliers"] == 9.1e-3
         assert limits["int8: RMSE on outliers"] == 5.5e-3

@@ -27,7 +27,7 @@ def test_a_walk_visits_every_line_of_its_set():
     assert ring.nbytes == 63 * levels.LINE_BYTES and levels.walk_s(ring.nbytes) > 0
 
 
-def test_what_the_interpreter_hides_is_not_told():
+def test_time_hidden_by_the_interpreter_is_zero():
     assert levels.beyond(11e-9, 8e-9) == 0.0
     assert levels.beyond(80e-9, 8e-9) == pytest.approx(72e-9)
 

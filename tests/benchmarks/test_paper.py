@@ -77,11 +77,11 @@ def test_one_head_executed_is_one_head_predicted():
     assert counted.forward_bytes == traffic.v2(problem, chip).hbm_bytes
 
 
-def test_softmax_reads_as_often_as_its_name_says():
+def test_softmax_reads_its_input_once_per_pass():
     assert [paper_runs.passes(f"{n}_pass", 999) for n in ("three", "two", "one")] == [3, 2, 1]
 
 
-def test_times_are_of_one_thread_and_threads_come_back():
+def test_times_are_of_one_thread_and_the_number_is_restored():
     num_threads, before = [], torch.get_num_threads()
     job = lambda: num_threads.append(torch.get_num_threads())
     seconds = paper_runs.thread_seconds({"job": job}, rounds=2)
@@ -107,7 +107,7 @@ def test_a_quick_run_counts_and_does_not_time(monkeypatch):
     assert not session.refused and session.rows[-1]["bench"] == "elapsed"
 
 
-def test_counters_stand_beside_the_prediction(monkeypatch):
+def test_counter_rows_have_the_prediction(monkeypatch):
     call = paper.COUNTED[0]
     kernels = [paper.counters.KernelBytes("forward_kernel", 2.0e8, 7.0e7)]
     monkeypatch.setattr(paper.counters, "count", lambda calls: [kernels] * len(calls))

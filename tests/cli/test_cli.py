@@ -137,7 +137,7 @@ def test_bench_without_a_name_lists_the_benchmarks(capsys):
     assert capsys.readouterr().out.startswith("cpu ")
 
 
-def test_explain_asks_about_any_size_at_no_cost(capsys):
+def test_explain_allocates_nothing_for_any_size(capsys):
     size = ["--seqlen", "1000000", "--batch", "64", "--heads", "32", "--kv-heads", "8"]
     assert run("explain", *size, "--device", "cpu", "--dtype", "bf16", "--causal") == 0
     out = capsys.readouterr().out

@@ -58,7 +58,7 @@ def test_cut_keys_merge(results):
     assert 0 < measured.merge_gap < 1e-5
 
 
-def test_memory_below_the_resolution_is_said_and_drawn():
+def test_memory_below_the_resolution_is_marked_in_table_and_plot():
     """A reading of 0 B is no measurement: a call holds its result at least."""
     measured = Results("machine", "float32", 1000)
     sizes = {64: (0, 65536), 128: (200_000, 131072), 256: (600_000, 262144)}
@@ -159,7 +159,7 @@ def test_the_pictures_take_their_colours_from_the_page(results):
     assert "prefers-color-scheme: dark" in text
 
 
-def test_the_report_escapes_what_it_is_told():
+def test_the_report_escapes_html():
     measured = Results("<b>machine & co</b>", "float32", 1000)
     measured.lengths = [Measurement("onchip", 64, "causal", 1e-3, 1000, 1e-7)]
     measured.masked = [

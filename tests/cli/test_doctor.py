@@ -18,7 +18,7 @@ def test_it_looks_at_the_machine():
     assert findings["torch"].found == torch.__version__
 
 
-def test_what_is_missing_comes_with_a_sentence(monkeypatch):
+def test_missing_tools_are_reported_with_advice(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     findings = {f.subject: f for f in doctor.findings()}
@@ -99,7 +99,7 @@ def test_the_table_covers_every_kernel_and_device_and_precision():
         assert not set(s.served) & set(s.refusals)
 
 
-def test_the_table_is_asked_for_not_typed(monkeypatch):
+def test_the_table_has_the_answers_of_dispatch(monkeypatch):
     """A kernel that appears in dispatch appears in the table, with what it answers."""
 
     def supports(problem, device):

@@ -216,7 +216,7 @@ def test_priority_orders_backends(priority, before, register, monkeypatch):
     onchip.unregister_backend("constant")
 
 
-def test_a_new_backend_is_asked_by_calls_that_were_planned_before(register):
+def test_a_new_backend_replaces_cached_plans(register):
     q, k, v = make_qkv(1, 8)
     assert not onchip.attention(q, k, v).eq(1).all()
     register("constant", Constant, priority=1000)
@@ -262,7 +262,7 @@ def test_a_backend_from_functions():
     assert backend.forward(problem(8, 8), Tensors(*make_qkv(1, 8))).out.eq(1).all()
 
 
-def test_what_cannot_be_registered():
+def test_invalid_backends_are_not_registered():
     with pytest.raises(ValueError, match="'tiled' is registered already"):
         onchip.register_backend("tiled", Constant)
     with pytest.raises(ValueError, match="must be an identifier"):

@@ -482,8 +482,8 @@ def test_one_tensor_as_several_arguments_compiles():
         return onchip.varlen_attention(x, x, x, cu, cu, 21, 21, causal=True).square().sum()
 
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    (found,), (expected,) = (torch.autograd.grad(f(x, cu), x) for f in (compiled, loss))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    (grad,), (expected,) = (torch.autograd.grad(f(x, cu), x) for f in (compiled, loss))
+    torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
 
 
 def packed(q, k, v, **options):

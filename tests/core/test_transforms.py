@@ -300,7 +300,7 @@ def test_the_table_covers_every_function():
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_right_or_refused(function):
     results = {transform: judge(function, transform) for transform in TRANSFORMS}
-    right = {transform for transform, said in results.items() if said == "right"}
+    right = {transform for transform, verdict in results.items() if verdict == "right"}
     refused = {name: results[name] for name in SERVED.get(function, set()) - right}
     assert not refused
 

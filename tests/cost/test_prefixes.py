@@ -87,7 +87,7 @@ def test_break_even(shape):
     assert {batch: shortest(batch, model) for batch in BREAK_EVEN[shape]} == BREAK_EVEN[shape]
 
 
-def test_chunks_gain_nothing():
+def test_a_cascade_is_not_chosen_for_long_chunks():
     """8 sequences of 512 queries each are bound by products with and without a level. Bytes alone
     chose one: 235 MB of keys less to read.
     """

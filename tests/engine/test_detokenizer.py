@@ -141,7 +141,7 @@ def stopped(text, stops, prompt="", **options):
         ("STOP", ["STOP"], "", "STOP"),
     ],
 )
-def test_a_stop_text_is_never_seen_not_even_its_beginning(text, stops, expected, which):
+def test_a_stop_string_and_its_beginning_are_never_output(text, stops, expected, which):
     got, stop, seen = stopped(text, stops)
     assert stop == which and seen[-1] == expected
     assert got == expected or which is None

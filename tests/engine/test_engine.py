@@ -268,15 +268,15 @@ def test_a_sample_that_ends_early_is_reported_complete_at_once(tiny, overlap):
 class Counted(list):
     """A list that counts the items that are read."""
 
-    asked = 0
+    num_read = 0
 
     def __iter__(self):
-        Counted.asked += len(self)
+        Counted.num_read += len(self)
         return super().__iter__()
 
     def __getitem__(self, place):
         items = super().__getitem__(place)
-        Counted.asked += len(items) if isinstance(place, slice) else 1
+        Counted.num_read += len(items) if isinstance(place, slice) else 1
         return items
 
 
@@ -286,7 +286,7 @@ def test_the_cost_of_a_stream_is_linear(tiny, monkeypatch):
     """
     reader_of = pytest.importorskip("onchip.server.responses").DeltaReader
     params = SamplingParams(max_tokens=200, ignore_eos=True, logprobs=0, stop=["~" * 9])
-    decoded, told, decode = 0, 0, ByteTokenizer.decode
+    decoded, num_chars, decode = 0, 0, ByteTokenizer.decode
 
     def counting(self, token_ids):
         nonlocal decoded
@@ -299,14 +299,14 @@ def test_the_cost_of_a_stream_is_linear(tiny, monkeypatch):
         (sample,), reader = one.add("x", params).samples, reader_of(1)
         sample.token_ids, sample.logprobs = Counted(), Counted()
         while one.has_work:
-            told += sum(len(delta.text) for delta in reader.read_new(one.step()))
+            num_chars += sum(len(delta.text) for delta in reader.read_new(one.step()))
             if sample.detokenizer is not None:
                 kept = [
                     len(x) for x in vars(sample.detokenizer).values() if isinstance(x, (str, list))
                 ]
                 assert max(kept) < 80
-    assert told == len(sample.text) > 100 and len(sample.token_ids) == 200
-    assert Counted.asked < 12 * 200 and decoded < 80 * 200
+    assert num_chars == len(sample.text) > 100 and len(sample.token_ids) == 200
+    assert Counted.num_read < 12 * 200 and decoded < 80 * 200
 
 
 def test_without_streaming_only_the_end_is_reported(tiny, expected):

@@ -42,7 +42,7 @@ def check(tmp_path, *options):
     assert ring_losses[-1] < ring_losses[0]
 
 
-def test_two_by_two_ranks_learn_as_one(tmp_path):
+def test_four_ranks_train_like_one(tmp_path):
     check(tmp_path)
 
 

@@ -41,7 +41,7 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path):
         train_lm.Run(replace(SIZE, width=64), tmp_path, 3, CPU)
 
 
-def test_what_is_exported_is_served(tmp_path, capsys):
+def test_an_exported_model_can_be_loaded(tmp_path, capsys):
     one = run(tmp_path, 2, replace(SIZE, context=200, tokens=200))
     train_lm.finish(one)
     loaded = load(tmp_path / "model")

@@ -112,8 +112,8 @@ def check(kernel, name, dtype, tolerance):
         near(mine, whole, tolerance)
 
 
-def near(found, expected, tolerance):
-    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+def near(got, expected, tolerance):
+    assert (got - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize("kernel, name", SERVED)

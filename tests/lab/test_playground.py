@@ -47,7 +47,7 @@ def life(seed, count):
         yield what, answer, play.state()
 
 
-def test_tables_lead_to_their_words_whatever_is_shared_or_copied():
+def test_pages_of_a_table_hold_its_words_after_forks_and_copies():
     steps = list(life(1, 1_000))
     done = {what["do"] for what, answer, _ in steps if answer["ok"]}
     assert done == set(OPERATIONS)
@@ -84,7 +84,7 @@ def test_what_a_visitor_sees_first_and_the_story_can_all_be_done():
     assert "copied to" in " ".join(a["say"] for a in answers) and "shared" in answers[-2]["say"]
 
 
-def test_what_cannot_be_done_changes_nothing():
+def test_refused_operations_change_nothing():
     play = Playground()
     for _ in range(MAX_SEQUENCES):
         play.do({"do": "add", "text": "a b c d e f g"})
@@ -99,7 +99,7 @@ def test_what_cannot_be_done_changes_nothing():
         assert play.state() == {**before, "copies": []}
 
 
-def test_a_full_pool_is_said_and_a_long_sequence_ends():
+def test_a_full_pool_and_the_longest_sequence_are_refused():
     play = Playground()
     words = [str(i) for i in range(2 * MAX_WORDS)]
     for half in (words[:MAX_WORDS], words[MAX_WORDS:]):
@@ -122,6 +122,6 @@ def test_words_are_not_gathered_for_ever(monkeypatch):
 @pytest.mark.parametrize(
     "bad", [{}, {"do": "__init__"}, {"do": "add"}, {"do": "add", "text": 3}, {"do": ["add"]}]
 )
-def test_what_is_no_operation_is_an_error(bad):
+def test_invalid_operations_raise(bad):
     with pytest.raises(ValueError, match="must be"):
         Playground().do(bad)

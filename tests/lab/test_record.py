@@ -19,7 +19,7 @@ def test_recording_is_strict_json_the_same_every_time_and_leaves_the_threads_alo
 
 
 @pytest.mark.parametrize("name", papers.KERNELS)
-def test_the_race_goes_on_by_formula_where_the_ledgers_end(name):
+def test_formulas_equal_the_ledgers_at_the_last_length_that_runs(name):
     """At the last length that runs, both count the same."""
     book = papers.run_with_ledger(name, papers.EXECUTED)
     formula = papers.count_traffic(name, papers.EXECUTED, papers.HEAD_DIM, papers.HALF, papers.SRAM)

@@ -77,7 +77,7 @@ def test_operations_over_http(server):
         (b" " * 5000, "at most 4096"),
     ],
 )
-def test_what_is_no_operation_is_refused_and_harms_nothing(server, body, why):
+def test_invalid_operations_are_refused_and_change_nothing(server, body, why):
     status, answer = ask(server, "POST", "/pages", body)
     answer = json.loads(answer)
     assert status == 400 and not answer["ok"] and why in answer["say"]
@@ -170,7 +170,7 @@ def dripping(server):
         client.close()
 
 
-def test_dripping_connections_hold_nobody_up(server, dripping):
+def test_slow_senders_do_not_delay_other_clients(server, dripping):
     dripping(serve.MAX_CONNECTIONS + 8)
     for _ in range(3):
         assert ask(server, "GET", "/pages")[0] == 200

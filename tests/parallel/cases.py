@@ -175,13 +175,13 @@ def terms_of_sinks(case, expected):
     return terms.sum(-1).max()
 
 
-def near(found, want, tolerance, what, size=None):
+def near(got, want, tolerance, what, size=None):
     """size: the scale of the error; max |want| by default."""
     finite = want.isfinite()
-    assert torch.equal(found.isfinite(), finite), what
+    assert torch.equal(got.isfinite(), finite), what
     if finite.any():
         size = want[finite].abs().max() if size is None else size
-        error = (found - want)[finite].abs().max() / size.clamp(min=1e-30)
+        error = (got - want)[finite].abs().max() / size.clamp(min=1e-30)
         assert error <= tolerance, f"{what}: {float(error):.1e}"
 
 
@@ -191,8 +191,8 @@ def check_in_process(case, size):
     check_case(case, [part[0] for part in parts])
 
 
-def rmse(found, exact):
-    return {n: float((found[n].double() - exact[n]).square().mean().sqrt()) for n in exact}
+def rmse(got, exact):
+    return {n: float((got[n].double() - exact[n]).square().mean().sqrt()) for n in exact}
 
 
 def check_rmse(case, size):

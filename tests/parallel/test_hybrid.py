@@ -79,7 +79,7 @@ def test_zigzag_groups_are_zigzag():
 
 
 @pytest.mark.parametrize("heads, size", [((8, 8), 8), ((16, 4), 8), ((8, 2), 6), ((32, 8), 4)])
-def test_bytes_are_as_the_model_says(heads, size):
+def test_sent_bytes_equal_the_model(heads, size):
     """Forward, each inner_size that divides: `auto` compares the bytes sent, without lse."""
     seqlen, layout = 4 * size, sharding.contiguous(size)
     (q, k, v, _, dlse), _ = Case(

@@ -130,7 +130,7 @@ def test_dropout_keeps_the_same_weights_as_one_device(name, cu):
     assert torch.equal(weights != 0, want != 0)
 
 
-def counted(comm, case):
+def run_counted(comm, case):
     counting = CountingComm(comm)
     result = on_rank(counting, case)[0]
     return result, counting.messages, counting.bytes
@@ -146,7 +146,7 @@ def test_messages_and_bytes_are_as_the_formulas_say(size, name, dtype):
     case = Case(name, 111, dtype=dtype, options={"causal": True})
     held = case.layout_of(size).lengths(case.seqlen)
     per_token = case.heads[1] * sum(case.dims) * dtype.itemsize
-    for rank, (_, messages, sent) in enumerate(run_ranks(size, counted, case)):
+    for rank, (_, messages, sent) in enumerate(run_ranks(size, run_counted, case)):
         assert messages["shift"] == (3 * size - 2 if size > 1 else 0)
         others = [held[(rank - i) % size] for i in range(size - 1)]
         all_ = held if size > 1 else []
@@ -157,7 +157,7 @@ def test_messages_and_bytes_are_as_the_formulas_say(size, name, dtype):
 def test_bf16_keys_travel_in_bf16_and_their_gradients_in_fp32():
     case = Case("contiguous", 64, dtype=torch.bfloat16)
     tokens, numbers = 16, case.heads[1] * sum(case.dims)
-    for _, _, sent in run_ranks(4, counted, case):
+    for _, _, sent in run_ranks(4, run_counted, case):
         assert sent["shift"] == numbers * tokens * (2 * 3 * 2 + 4 * 4)
 
 
@@ -166,8 +166,8 @@ def test_keys_travel_no_further_than_a_window(window):
     size, seqlen = 8, 128
     case = Case("contiguous", seqlen, options={"window_size": (window, 0)})
     hops_needed = -(-window // (seqlen // size))
-    results = run_ranks(size, counted, case)
-    check_case(case, [found for found, *_ in results])
+    results = run_ranks(size, run_counted, case)
+    check_case(case, [result for result, *_ in results])
     for _, messages, _ in results:
         assert messages["shift"] == (3 * hops_needed + 1 if hops_needed else 0)
 
@@ -175,7 +175,7 @@ def test_keys_travel_no_further_than_a_window(window):
 def test_keys_travel_no_further_than_documents():
     cu = (0, 30, 64, 128)  # the second is on ranks 0 and 1, the last on ranks 2 and 3
     case = Case("contiguous", 128, cu_seqlens=cu, options={"causal": True})
-    for _, messages, _ in run_ranks(4, counted, case):
+    for _, messages, _ in run_ranks(4, run_counted, case):
         assert messages["shift"] == 4
 
 

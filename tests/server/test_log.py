@@ -19,13 +19,13 @@ def lines(caplog):
     """lines(): log lines of requests so far, at every level."""
     caplog.set_level(logging.DEBUG, "onchip.serve")
 
-    def said():
+    def messages():
         return [r.getMessage() for r in caplog.records if r.name == "onchip.serve"]
 
-    return said
+    return messages
 
 
-def test_a_request_is_one_line(shared, ask, lines, until):
+def test_a_request_is_one_log_line(shared, ask, lines, until):
     body = {"prompt": "abc", "max_tokens": 5, "n": 2}
     _, _, headers = ask(shared, COMPLETIONS, body, **{"x-request-id": "mine-1"})
     assert headers["x-request-id"] == "mine-1"

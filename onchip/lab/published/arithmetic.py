@@ -69,11 +69,11 @@ def exp2(x: Tile, degree: int) -> Tile:
     per number, and no exp.
     """
     coefficients = POLYNOMIALS[degree]
-    x = x.counted(x.x.clamp(min=-127.0))
-    whole = x.counted(x.x.floor())
+    x = x.count(x.x.clamp(min=-127.0))
+    whole = x.count(x.x.floor())
     f = x - whole
     p = f * coefficients[-1] + coefficients[-2]
     for c in coefficients[-3::-1]:
         p = p * f + c
-    exponent = whole.counted(whole.x.to(torch.int32) << 23)
-    return p.counted((p.x.view(torch.int32) + exponent.x).view(torch.float32))
+    exponent = whole.count(whole.x.to(torch.int32) << 23)
+    return p.count((p.x.view(torch.int32) + exponent.x).view(torch.float32))

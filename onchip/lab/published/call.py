@@ -74,7 +74,7 @@ class PaperCall:
     def key_tiles(self, tiles: TileConfig) -> list[Span]:
         return cuts(self.rule.seqlen_k, tiles.tile_n, self.rule.mask is not None)
 
-    def seen(self, rows: list[Span], skips: bool) -> list[list[Span]]:
+    def visited_spans(self, rows: list[Span], skips: bool) -> list[list[Span]]:
         """For every tile of rows, the ranges of keys to visit. EMPTY blocks of a mask are always
         left out, and with `skips` also tiles that causal and window hide completely.
         """

@@ -44,10 +44,10 @@ def flash_attention(call: PaperCall, O: Array, l: Array, m: Array, tiles: TileCo
     """Algorithms 1 and 5. O, l and m in HBM are the running state, O divided by l."""
     O.fill(0.0), l.fill(0.0), m.fill(-torch.inf)
     rows = call.row_tiles(tiles)
-    seen = call.seen(rows, skips=False)
+    spans_by_row = call.visited_spans(rows, skips=False)
     for j in call.key_tiles(tiles):
         k_j, v_j = call.k.load(j), call.v.load(j)
-        for i, spans in zip(rows, seen, strict=True):
+        for i, spans in zip(rows, spans_by_row, strict=True):
             if overlaps(j, spans):
                 visit(call, (O, l, m), (k_j, v_j), i, j)
 
@@ -100,11 +100,11 @@ def flash_attention_backward(
     """
     dQ, dK, dV = (x.fill(0.0) for x in grads)
     rows = call.row_tiles(tiles)
-    seen = call.seen(rows, skips=False)
+    spans_by_row = call.visited_spans(rows, skips=False)
     for j in call.key_tiles(tiles):
         kv = call.k.load(j), call.v.load(j)
         dkv = dK.zeros(j), dV.zeros(j)
-        for i, spans in zip(rows, seen, strict=True):
+        for i, spans in zip(rows, spans_by_row, strict=True):
             if overlaps(j, spans):
                 dkv = visit_backward(call, saved, kv, dkv, dQ, (i, j))
         dK.store(dkv[0], j), dV.store(dkv[1], j)

@@ -47,7 +47,7 @@ def flash_attention_2(
     """Algorithm 1."""
     rows = call.row_tiles(tiles)
     keys = call.key_tiles(tiles)
-    for i, spans in zip(rows, call.seen(rows, skips=True), strict=True):
+    for i, spans in zip(rows, call.visited_spans(rows, skips=True), strict=True):
         q_i = call.q.load(i)
         m, l, acc = lse.zeros(i), lse.zeros(i), out.zeros(i)
         m = m.select(lambda x: x - torch.inf)
@@ -118,11 +118,11 @@ def flash_attention_2_backward(
     dQ, dK, dV = grads
     dQ.fill(0.0)
     rows = call.row_tiles(tiles)
-    seen = call.seen(rows, skips=True)
+    spans_by_row = call.visited_spans(rows, skips=True)
     for j in call.key_tiles(tiles):
         kv = call.k.load(j), call.v.load(j)
         dkv = dK.zeros(j), dV.zeros(j)
-        for i, spans in zip(rows, seen, strict=True):
+        for i, spans in zip(rows, spans_by_row, strict=True):
             if overlaps(j, spans):
                 dkv = visit_backward(call, saved, kv, dkv, dQ, (i, j), arithmetic)
         dK.store(dkv[0], j), dV.store(dkv[1], j)

@@ -84,7 +84,7 @@ def test_arguments_have_flash_attns_names_order_and_defaults(name):
 
 @pytest.mark.parametrize("seqlens", [(33, 33), (7, 29), (29, 7), (1, 63)])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_dense_is_what_the_documentation_says(options, seqlens):
+def test_dense_equals_the_documented_formula(options, seqlens):
     """29 queries over 7 keys: bottom-right, some rows see nothing."""
     inputs = qkv(*seqlens)
     out, lse, probs = fa.flash_attn_func(*inputs, **options, return_attn_probs=True)

@@ -73,9 +73,9 @@ def test_it_trains_on_counting_and_decodes_counts(program):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_on_a_gpu(program, dtype):
-    losses, found, model, prompts = learn_and_count(program, "cuda", dtype, 300)
+    losses, generated, model, prompts = learn_and_count(program, "cuda", dtype, 300)
     assert losses[0] > 3 and losses[-1] < 1.0
-    assert found[0] == [11, 12, 13, 14, 15, 16]
+    assert generated[0] == [11, 12, 13, 14, 15, 16]
     ids = torch.tensor([prompts[0]], device="cuda")
     packed = model(ids, torch.ones_like(ids, dtype=torch.bool))
-    assert packed[0, -1].argmax() == found[0][0]
+    assert packed[0, -1].argmax() == generated[0][0]

@@ -80,25 +80,25 @@ def _whole(blocks, t, cu, transposed=False):
     scales = blocks.scales.reshape(len(tiles), -1, 1)
     out = torch.zeros(t.shape, device=t.device)
     codes = torch.zeros(t.shape, device=t.device)
-    for (b, found), (_, code) in zip(_sequences(out, cu), _sequences(codes, cu), strict=True):
+    for (b, sequence), (_, code) in zip(_sequences(out, cu), _sequences(codes, cu), strict=True):
         for head in range(heads):
-            for n in range(-(-len(found) // BLOCK)):
+            for n in range(-(-len(sequence) // BLOCK)):
                 at = _block(blocks, cu, heads, b, head, n)
                 rows = slice(n * BLOCK, (n + 1) * BLOCK)
-                count = len(found[rows])
-                found[rows, head] = (tiles[at] * scales[at])[:count, :dim]
+                count = len(sequence[rows])
+                sequence[rows, head] = (tiles[at] * scales[at])[:count, :dim]
                 code[rows, head] = tiles[at][:count, :dim]
                 assert not tiles[at][count:].any() and not tiles[at][:, dim:].any()
     return out, codes
 
 
-def _assert_same(found, codes, want, name):
+def _assert_same(dequantised, codes, want, name):
     """Except numbers between two codes: few of them may have the other code."""
     exact = want.dequantise()
     same = codes == want.values.float()
     assert same.float().mean() > 0.998, f"{name}: {same.float().mean()} of the codes agree"
     step = exact.abs() / 8 + want.token_scales()
-    assert ((found - exact).abs() <= 1.01 * step).all(), name
+    assert ((dequantised - exact).abs() <= 1.01 * step).all(), name
 
 
 @interpreted_or_gpu
