@@ -19,7 +19,7 @@ from onchip.engine.request import RequestOutput
 from onchip.engine.sampling_params import BeamSearchParams, SamplingParams
 from onchip.engine.stats import EngineStats
 from onchip.engine.step import Limits, RejectedRequest
-from onchip.engine.text_worker_pool import Worker, Workers
+from onchip.engine.text_worker_pool import TextWorker, TextWorkerPool
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, generation_eos
 from onchip.models import Model, builtin
 
@@ -91,7 +91,7 @@ class LLM:
             execution=ExecutionConfig(graphs=graphs, clock=ranks.clock),
         )
         self._ranks = ranks
-        self._templates = Workers(1)
+        self._templates = TextWorkerPool(1)
         self._batches: dict[str, _PromptBatch] = {}
         self._numbers = count()
         self.engine.warm_up()
@@ -276,7 +276,7 @@ def _load_tokenizer(folder: str | Path) -> FileTokenizer:
     """Load it first in a process with bounded memory: a tokenizer.json that crashes or exhausts
     memory while loading then ends that process, not this one.
     """
-    Worker(folder).close()
+    TextWorker(folder).close()
     return FileTokenizer(folder)
 
 

@@ -1,9 +1,10 @@
-"""Processes that render chat templates and run tokenizers, with bounded time and memory.
+"""Text workers: processes that render chat templates and run tokenizers, with bounded time and
+memory. No model runs in them.
 
 A chat template and a tokenizer.json are programs written by the checkpoint's author, and they run
 on texts of clients. An endless loop in Jinja or Rust cannot be interrupted in a thread, and memory
-cannot be bounded there. A worker is a small process (no torch) that is killed when its job exceeds
-its time or memory; the next job starts another.
+cannot be bounded there. A text worker is a small process (no torch) that is killed when its job
+exceeds its time or memory; the next job starts another.
 """
 
 import os
@@ -36,7 +37,7 @@ class JobEnded(ValueError):
         self.late = late
 
 
-class Worker:
+class TextWorker:
     """One process. folder: of the tokenizer that it loads, None for templates only. Not
     thread-safe.
     """
@@ -61,8 +62,8 @@ class Worker:
             raise
 
     def run(self, do: str, seconds: float, **job: Any) -> Any:
-        """The result of a job, which is a method of worker_main.Jobs. ValueError: the job failed.
-        After a JobEnded the process is gone.
+        """The result of a job, which is a method of worker_main.TextJobs. ValueError: the job
+        failed. After a JobEnded the process is gone.
         """
         what = "chat template" if do == "render" else "tokenizer"
         job = {"do": do, "seconds": seconds, **job}
@@ -104,7 +105,7 @@ class Worker:
         return self._connection.recv(count)
 
 
-class Workers:
+class TextWorkerPool:
     """At most `count` processes of one kind, started on demand. Thread-safe: more than `count`
     concurrent jobs wait for a free process.
     """
@@ -113,11 +114,11 @@ class Workers:
         self._folder, self._job_bytes, self._job_s = folder, job_bytes, JOB_S
         self._slots = threading.Semaphore(count)
         self._lock = threading.Lock()
-        self._idle: list[Worker] = []
-        self._all: set[Worker] = set()
+        self._idle: list[TextWorker] = []
+        self._open: set[TextWorker] = set()
         self._closed = False
 
-    def __enter__(self) -> "Workers":
+    def __enter__(self) -> "TextWorkerPool":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -126,10 +127,10 @@ class Workers:
     def start(self) -> None:
         """Start one process now, so that the first job does not wait for it."""
         with self._slots:
-            self._give(self._take())
+            self._put_back(self._take())
 
     def run(self, do: str, seconds: float | None = None, **job: Any) -> Any:
-        """Like Worker.run. seconds: time limit once a process is free and started; never more than
+        """Like TextWorker.run. seconds: time limit once a process is free and started; at most
         JOB_S.
         """
         seconds = self._job_s if seconds is None else max(1e-3, min(seconds, self._job_s))
@@ -141,12 +142,12 @@ class Workers:
                 self._drop(process)
                 raise
             except ValueError:
-                self._give(process)
+                self._put_back(process)
                 raise
             except BaseException:
                 self._drop(process)
                 raise
-            self._give(process)
+            self._put_back(process)
             return value
 
     def render(
@@ -185,13 +186,13 @@ class Workers:
     def close(self) -> None:
         """Kill all processes; running jobs raise JobEnded."""
         with self._lock:
-            self._closed, all_of_them = True, list(self._all)
-            self._all.clear()
+            self._closed, processes = True, list(self._open)
+            self._open.clear()
             self._idle.clear()
-        for process in all_of_them:
+        for process in processes:
             process.close()
 
-    def _take(self) -> Worker:
+    def _take(self) -> TextWorker:
         with self._lock:
             if self._closed:
                 raise JobEnded("the workers are closed")
@@ -199,20 +200,20 @@ class Workers:
                 process = self._idle.pop()
                 if process.is_alive:
                     return process
-                self._all.discard(process)  # killed from outside
-        process = Worker(self._folder, self._job_bytes)
+                self._open.discard(process)  # killed from outside
+        process = TextWorker(self._folder, self._job_bytes)
         with self._lock:
-            self._all.add(process)
+            self._open.add(process)
         return process
 
-    def _give(self, process: Worker) -> None:
+    def _put_back(self, process: TextWorker) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(process)
                 return
         process.close()
 
-    def _drop(self, process: Worker) -> None:
+    def _drop(self, process: TextWorker) -> None:
         with self._lock:
-            self._all.discard(process)
+            self._open.discard(process)
         process.close()

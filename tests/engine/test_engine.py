@@ -294,7 +294,7 @@ def test_the_cost_of_a_stream_is_linear(tiny, monkeypatch):
         return decode(self, token_ids)
 
     monkeypatch.setattr(ByteTokenizer, "decode", counting)
-    monkeypatch.setattr(Counted, "asked", 0)
+    monkeypatch.setattr(Counted, "num_read", 0)
     with tiny.engine(overlap=True) as one:
         (sample,), reader = one.add("x", params).samples, reader_of(1)
         sample.token_ids, sample.logprobs = Counted(), Counted()
