@@ -95,7 +95,7 @@ def test_refused_operations_change_nothing():
     ):
         before = play.state()
         answer = play.do(bad)
-        assert answer == {"ok": False, "say": "12 sequences are enough: free one."}
+        assert answer == {"ok": False, "say": "12 sequences are the most: free one."}
         assert play.state() == {**before, "copies": []}
 
 
