@@ -50,12 +50,12 @@ def race() -> dict[str, Any]:
         "dtype": str(HALF).removeprefix("torch."),
         "sram_bytes": SRAM_BYTES,
         "titles": TITLES,
-        "runs": {name: [_moved(name, n) for n in RACED] for name in KERNELS},
+        "runs": {name: [_count_moved(name, n) for n in RACED] for name in KERNELS},
         "devices": [_levels(device) for device in TABLE],
     }
 
 
-def _moved(name: str, seqlen: int) -> dict[str, Any]:
+def _count_moved(name: str, seqlen: int) -> dict[str, Any]:
     if seqlen <= EXECUTED:
         book = run_with_ledger(name, seqlen)
     else:

@@ -138,7 +138,7 @@ class Playground:
             self.copies = []
         name = self._name()
         sequence = WordSequence(name, name, table, tokens, Chain(root, hit.keys))
-        self._wrote([sequence], [num_cached], _roomy(grown))
+        self._write([sequence], [num_cached], _require_room(grown))
         self.sequences[name] = sequence
         return _describe_hit(name, len(tokens), len(hit.pages), copied)
 
@@ -152,15 +152,15 @@ class Playground:
 
     def _generate(self, operation: Operation) -> str:
         name = operation.get("name")
-        chosen = list(self.sequences.values()) if name is None else [self._known(name)]
+        chosen = list(self.sequences.values()) if name is None else [self._find_sequence(name)]
         if not chosen:
             raise OperationRefused("There is no sequence yet: add one.")
         self._grow(chosen, range(self.drawn, self.drawn + len(chosen)))
         self.drawn += len(chosen)
-        return f"{_names(chosen)} drew a word.{_copied(self.copies)}"
+        return f"{_names(chosen)} drew a word.{_describe_copies(self.copies)}"
 
     def _fork(self, operation: Operation) -> str:
-        parent = self._known(operation.get("name"))
+        parent = self._find_sequence(operation.get("name"))
         self._check_seats(1)
         child = self._child(parent)
         held = _count(len(child.table), "page")
@@ -171,7 +171,7 @@ class Playground:
         and the cheapest BEAM_WIDTH proposals survive. A beam with several survivors is forked, a
         beam without any is freed.
         """
-        family = self._known(operation.get("name")).family
+        family = self._find_sequence(operation.get("name")).family
         beams = [s for s in self.sequences.values() if s.family == family]
         winners, drawn = self._winners(beams)
         self._check_seats(len(winners) - len({parent.name for _, _, parent in winners}))
@@ -189,7 +189,7 @@ class Playground:
         losers = [s for s in beams if s not in survivors]
         self._drop(losers)
         dropped = f" {_names(losers)} dropped." if losers else ""
-        return f"The beams are now {_names(survivors)}.{dropped}{_copied(self.copies)}"
+        return f"The beams are now {_names(survivors)}.{dropped}{_describe_copies(self.copies)}"
 
     def _winners(
         self, beams: list[WordSequence]
@@ -204,7 +204,7 @@ class Playground:
         return sorted(proposed, key=lambda one: one[:2])[:BEAM_WIDTH], len(proposed)
 
     def _truncate(self, operation: Operation) -> str:
-        sequence, count = self._known(operation.get("name")), operation.get("count", 1)
+        sequence, count = self._find_sequence(operation.get("name")), operation.get("count", 1)
         if type(count) is not int or count < 0:
             raise ValueError(f"{count=} must be a number of words")
         length = max(1, sequence.table.length - count)
@@ -215,7 +215,7 @@ class Playground:
         return f"{sequence.name} lost {_count(num_removed, 'word')}."
 
     def _free(self, operation: Operation) -> str:
-        sequence = self._known(operation.get("name"))
+        sequence = self._find_sequence(operation.get("name"))
         before = self.pool.num_free
         self._drop([sequence])
         held = _count(self.pool.num_free - before, "page")
@@ -232,12 +232,14 @@ class Playground:
                 f"{longest.name} has {MAX_WORDS} words, the most that a sequence may have here."
             )
         starts = [s.table.length for s in sequences]
-        copies = _roomy(self.pool.extend_all([s.table for s in sequences], [1] * len(sequences)))
+        copies = _require_room(
+            self.pool.extend_all([s.table for s in sequences], [1] * len(sequences))
+        )
         for sequence, draw in zip(sequences, draws, strict=True):
             sequence.tokens.append(self._id(DRAWN[draw * STRIDE % len(DRAWN)]))
-        self._wrote(sequences, starts, copies)
+        self._write(sequences, starts, copies)
 
-    def _wrote(self, sequences: list[WordSequence], starts: list[int], copies: list[Copy]) -> None:
+    def _write(self, sequences: list[WordSequence], starts: list[int], copies: list[Copy]) -> None:
         """Copy pages, write the words from `starts` on, and publish them to the prefix index."""
         size = self.pool.page_size
         self._copy(copies)
@@ -265,7 +267,7 @@ class Playground:
             self.pool.free(s.table)
             del self.sequences[s.name]
 
-    def _known(self, name: object) -> WordSequence:
+    def _find_sequence(self, name: object) -> WordSequence:
         if name not in self.sequences:
             raise OperationRefused(f"There is no sequence {name}.")
         return self.sequences[str(name)]
@@ -294,7 +296,7 @@ def _words(text: object) -> list[str]:
     return words
 
 
-def _roomy(answer: T | NoRoom) -> T:
+def _require_room(answer: T | NoRoom) -> T:
     if isinstance(answer, NoRoom):
         raise OperationRefused(
             f"That needs {_count(answer.needed, 'page')} and {answer.free} are free: free a"
@@ -311,7 +313,7 @@ def _describe_hit(name: str, num_words: int, shared: int, copied: int) -> str:
     return f"{name} is partly cached: {', '.join(parts)}. Only the rest is computed."
 
 
-def _copied(copies: list[Copy]) -> str:
+def _describe_copies(copies: list[Copy]) -> str:
     pages = " ".join(f"Page {a} was shared, so it was copied to {b}." for a, b in copies)
     return f" {pages}" if pages else ""
 

@@ -40,7 +40,7 @@ class Arithmetic(NamedTuple):
     def exp(self, x: Tile) -> Tile:
         return x.exp() if self.degree is None else exp2(x * math.log2(math.e), self.degree)
 
-    def moved(self, m: Tile, m_new: Tile) -> Tile:
+    def choose_maximum(self, m: Tile, m_new: Tile) -> Tile:
         """The maximum to subtract from now on. A stale maximum makes p and l too large by a factor
         of at most 2^threshold, which the division by l removes.
         """
@@ -49,7 +49,7 @@ class Arithmetic(NamedTuple):
         far = m_new.x - m.x > self.threshold_log2 * math.log(2)  # NaN, both -inf: not far
         return m_new.select(lambda x: torch.where(far, x, m.x))
 
-    def rescaled(self, acc: Tile, alpha: Tile) -> Tile:
+    def rescale(self, acc: Tile, alpha: Tile) -> Tile:
         """acc * alpha; with stale maxima only rows with alpha != 1 are counted."""
         if self.threshold_log2 is None:
             acc.book.rescales += alpha.x.numel()

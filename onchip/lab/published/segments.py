@@ -115,7 +115,7 @@ def ring(problem: Problem, x: Tensors, num_ranks: int) -> Result:
                 if keys != chunks[rank]:
                     _receive(call)
                 if call.rule.spans(0, call.rule.seqlen_q):
-                    state = _merged(call, state)
+                    state = _merge_states(call, state)
             _finish(
                 PaperCall(problem, x, _segment(head_slice, rows, chunks[rank]), book), state, result
             )
@@ -168,7 +168,7 @@ def _receive(call: PaperCall) -> None:
         arrived.store(tile, everything)
 
 
-def _merged(call: PaperCall, state: Part | None) -> Part:
+def _merge_states(call: PaperCall, state: Part | None) -> Part:
     if state is None:
         return _attend(call, ("o.state", "lse.state"))
     part = _attend(call, ("o.parts", "lse.parts"))

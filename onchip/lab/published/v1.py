@@ -59,7 +59,7 @@ def visit(
     O, l, m = state
     k_j, v_j = kv
     q_i, o_i, l_i, m_i = (x.load(i) for x in (call.q, O, l, m))
-    s = call.masked(q_i @ k_j.T * call.problem.softmax_scale, i, j)
+    s = call.mask_scores(q_i @ k_j.T * call.problem.softmax_scale, i, j)
     m_ij = s.rowmax()
     p = s.below(m_ij).exp()
     l_ij = p.rowsum()
@@ -89,7 +89,7 @@ def backward(
         if dlse is not None:
             saved["dlse"] = call.take_rows("dlse", dlse)
         flash_attention_backward(call, saved, grads.of(call), tiles)
-    return grads.finished()
+    return grads.finish()
 
 
 def flash_attention_backward(
@@ -124,7 +124,7 @@ def visit_backward(
         x.load(i) for x in (call.q, saved["o"], saved["do"], dQ, saved["l"], saved["m"])
     )
     tau = call.problem.softmax_scale
-    s = call.masked(q_i @ k_j.T * tau, i, j)
+    s = call.mask_scores(q_i @ k_j.T * tau, i, j)
     p = (s - m_i).exp() / l_i
     dv_j = accumulate(dv_j, call.apply_dropout(p, i, j).T, do_i)
     dp = call.apply_dropout(do_i @ v_j.T, i, j)

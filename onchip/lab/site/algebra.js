@@ -111,7 +111,7 @@ lab.figures.algebra = (panel, data) => {
     });
   }
 
-  function tell(card, state, factor) {
+  function showState(card, state, factor) {
     const { out, lse } = lab.state.finalize(state), pair = (x) => x.map((one) => lab.number(one)).join(" ");
     const texts = { m: lab.number(state.m, 1), l: lab.number(state.l), acc: pair(state.acc), out: pair(out), lse: lab.number(lse) };
     texts["scaled by"] = lab.number(factor);
@@ -140,9 +140,9 @@ lab.figures.algebra = (panel, data) => {
     const part = (from, to) => lab.state.lift(scores.slice(from, to), values.slice(from, to));
     const first = part(0, cut), rest = part(cut, count);
     const both = lab.state.merge(first, rest);
-    tell(cells.a, first, both.wa);
-    tell(cells.b, rest, both.wb);
-    tell(cells.both, both);
+    showState(cells.a, first, both.wa);
+    showState(cells.b, rest, both.wb);
+    showState(cells.both, both);
     weights(both);
     warn();
     if (step) place();

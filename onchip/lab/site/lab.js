@@ -72,15 +72,15 @@ lab.choice = (name, label, options, value, onChange) => {
 lab.slider = (id, label, { min = 0, max, step = 1, value, show = String }, onInput) => {
   const output = lab.h("output", { for: id, id: `${id}-value` });
   const input = lab.h("input", { id, type: "range", min, max, step, value });
-  const tell = () => {
+  const updateLabel = () => {
     const text = show(Number(input.value));
     output.textContent = text;
     input.setAttribute("aria-valuetext", text);
   };
-  input.addEventListener("input", () => { tell(); onInput(Number(input.value)); });
-  tell();
+  input.addEventListener("input", () => { updateLabel(); onInput(Number(input.value)); });
+  updateLabel();
   const box = lab.h("div", { class: "slider" }, lab.h("label", { for: id }, label, " ", output), input);
-  return Object.assign(box, { input, put: (x) => { input.value = x; tell(); } });
+  return Object.assign(box, { input, put: (x) => { input.value = x; updateLabel(); } });
 };
 
 // Play, step and scrub over frames 0 to count - 1. show(frame) draws one; pace: frames a second.
@@ -140,7 +140,7 @@ lab.facts = (entries) => {
     values[name] = lab.h("dd", { "data-fact": name, class: kind });
     list.append(lab.h("div", {}, lab.h("dt", {}, label), values[name]));
   }
-  return Object.assign(list, { tell: (name, text) => { values[name].textContent = text; } });
+  return Object.assign(list, { update: (name, text) => { values[name].textContent = text; } });
 };
 
 // An svg in screen pixels: draw(width) is called once at the start, and again when the width changes.

@@ -57,8 +57,8 @@ lab.figures.length = (panel, data) => {
   function draw() {
     const standard = cell("standard"), flash = cell("flash");
     for (const [kind, now] of [["standard", standard], ["flash", flash]]) {
-      facts.tell(`${kind}-memory`, lab.bytes(now.memory));
-      facts.tell(`${kind}-time`, lab.seconds(now.seconds));
+      facts.update(`${kind}-memory`, lab.bytes(now.memory));
+      facts.update(`${kind}-time`, lab.seconds(now.seconds));
     }
     const fits = standard.memory <= device().memory_bytes ? "" : ` and does not fit into its ${lab.bytes(device().memory_bytes)}`;
     say.textContent = `At ${lab.tokens(data.lengths[chosen.n])} tokens on an ${device().name}, standard attention waits for `

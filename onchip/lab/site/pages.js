@@ -6,16 +6,16 @@ lab.figures.pages = (panel, rules) => {
   const local = live ? null : new lab.localPool.Playground(rules);
   const PROMPTS = rules.prompts, STORY_MS = 1500, FLIGHT_MS = 550;
   const ACTS = { generate: "draw", fork: "fork", beam: "beam", truncate: "undo", free: "free" };
-  let state = null, telling = 0, busy = Promise.resolve();
+  let state = null, timer = 0, busy = Promise.resolve();
   const colour = (name) => lab.distinct(name.charCodeAt(0) - 65 + 7 * Number(name.slice(1) || 0));
-  const ask = (operation) => { hush(); return play(operation); };
+  const ask = (operation) => { stopStory(); return play(operation); };
 
   const input = lab.h("input", { id: "pages-text", type: "text", value: PROMPTS[1], maxlength: 400, autocomplete: "off",
     spellcheck: "false", "aria-label": "Prompt: words of a new sequence" });
   const form = lab.h("form", { class: "ask", onsubmit: (event) => { event.preventDefault(); add(); } },
     input, lab.h("button", { class: "act main", id: "pages-add" }, "Add"));
   const act = (id, text, onclick) => lab.h("button", { type: "button", class: "act", id, onclick }, text);
-  const story = act("pages-story", "Show me", () => (telling ? hush() : tell()));
+  const story = act("pages-story", "Show me", () => (timer ? stopStory() : playStory()));
   const cells = Array.from({ length: rules.num_pages - 1 }, (_, i) => cell(i + 1));
   const pool = lab.h("ul", { class: "pool", "aria-label": "Pages of the pool" }, cells.map((one) => one.element));
   const tables = lab.h("ul", { class: "tables", "aria-label": "Page tables" });
@@ -78,20 +78,20 @@ lab.figures.pages = (panel, rules) => {
   }
 
   // Runs a story, one operation at a time, until it ends or another control is used.
-  function tell() {
+  function playStory() {
     const left = rules.story.slice();
     const next = () => {
       play(left.shift());
-      if (!left.length) hush();
+      if (!left.length) stopStory();
     };
     story.textContent = "Stop";
-    telling = setInterval(next, STORY_MS);
+    timer = setInterval(next, STORY_MS);
     next();
   }
 
-  function hush() {
-    clearInterval(telling);
-    telling = 0;
+  function stopStory() {
+    clearInterval(timer);
+    timer = 0;
     story.textContent = "Show me";
   }
 
@@ -100,10 +100,10 @@ lab.figures.pages = (panel, rules) => {
     state = next;
     cells.forEach((one, i) => paint(one, i, before));
     if (before) next.copies.forEach(fly);
-    facts.tell("used", `${cells.length - next.free} of ${cells.length}`);
-    facts.tell("cached", `${next.cached}`);
-    facts.tell("shared", `${next.shared}`);
-    facts.tell("hits", `${next.stats[1] + next.stats[2]} of ${next.stats[0]}`);
+    facts.update("used", `${cells.length - next.free} of ${cells.length}`);
+    facts.update("cached", `${next.cached}`);
+    facts.update("shared", `${next.shared}`);
+    facts.update("hits", `${next.stats[1] + next.stats[2]} of ${next.stats[0]}`);
     list();
   }
 

@@ -85,10 +85,10 @@ lab.figures.ring = (panel, data) => {
   function compute() {
     line = lab.timeline(setting());
     const work = line.spans.filter((s) => !travels(s)).reduce((sum, s) => sum + s.end - s.start, 0);
-    facts.tell("seconds", lab.seconds(line.seconds));
-    facts.tell("busy", lab.seconds(line.busy));
-    facts.tell("exposed", line.exposed ? lab.seconds(line.exposed) : "nothing");
-    facts.tell("idle", `${(100 * (1 - work / (count() * line.seconds))).toFixed(1)} %`);
+    facts.update("seconds", lab.seconds(line.seconds));
+    facts.update("busy", lab.seconds(line.busy));
+    facts.update("exposed", line.exposed ? lab.seconds(line.exposed) : "nothing");
+    facts.update("idle", `${(100 * (1 - work / (count() * line.seconds))).toFixed(1)} %`);
     render();
     player.reset(FRAMES, { at: Math.round(0.29 * (FRAMES - 1)) });
   }

@@ -4,12 +4,12 @@
 (() => {
   const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)"), button = lab.at("theme");
   const shown = () => root.dataset.theme ?? (dark.matches ? "dark" : "light");
-  const tell = () => {
+  const updateLabel = () => {
     const other = shown() === "dark" ? "light" : "dark";
     button.textContent = other === "dark" ? "☾ dark" : "☀ light";
     button.setAttribute("aria-label", `Switch to the ${other} theme`);
   };
-  const changed = () => { tell(); for (const draw of lab.redraw) draw(); };
+  const changed = () => { updateLabel(); for (const draw of lab.redraw) draw(); };
   button.addEventListener("click", () => {
     root.dataset.theme = shown() === "dark" ? "light" : "dark";
     theme.keep(root.dataset.theme);
@@ -35,7 +35,7 @@
   }, { rootMargin: "-40% 0px -55% 0px" });
   sections.forEach((section) => seen.observe(section));
   weave();
-  tell();
+  updateLabel();
   root.dataset.ready = Math.round(performance.now());  // milliseconds since the request of the page
 
   // The picture at the top: one tile of the matrix, along a causal sweep or under the pointer.

@@ -67,10 +67,10 @@ lab.figures.tiles = (panel, data) => {
     fields.out.textContent = several(order === "v1" ? s.acc : s.acc.map((x) => x / (s.l || 1)));
     fields.finally.textContent = several(data.exact[mask][row]);
     state.classList.toggle("fresh-state", s.now);
-    facts.tell("read", lab.bytes(read));
-    facts.tell("written", lab.bytes(written));
-    facts.tell("visits", `${frame + 1} of ${steps.length}`);
-    facts.tell("skipped", `${count * count - steps.length} of ${count * count}`);
+    facts.update("read", lab.bytes(read));
+    facts.update("written", lab.bytes(written));
+    facts.update("visits", `${frame + 1} of ${steps.length}`);
+    facts.update("skipped", `${count * count - steps.length} of ${count * count}`);
     measure(read + written);
     say.textContent = sentence();
     render();
