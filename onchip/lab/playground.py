@@ -125,7 +125,7 @@ class Playground:
         words = _words(operation.get("text"))
         if len(self.ids) > MAX_VOCABULARY:
             raise OperationRefused(f"More than {MAX_VOCABULARY} words were used: start over.")
-        self._check_seats(1)
+        self._check_num_sequences(1)
         tokens = [self._id(word) for word in words]
         root = self.index.root()
         hit = self.index.match(tokens, root)
@@ -161,7 +161,7 @@ class Playground:
 
     def _fork(self, operation: Operation) -> str:
         parent = self._find_sequence(operation.get("name"))
-        self._check_seats(1)
+        self._check_num_sequences(1)
         child = self._child(parent)
         held = _count(len(child.table), "page")
         return f"{child.name} is {parent.name} forked: {held}, none of them new."
@@ -174,7 +174,7 @@ class Playground:
         family = self._find_sequence(operation.get("name")).family
         beams = [s for s in self.sequences.values() if s.family == family]
         winners, drawn = self._winners(beams)
-        self._check_seats(len(winners) - len({parent.name for _, _, parent in winners}))
+        self._check_num_sequences(len(winners) - len({parent.name for _, _, parent in winners}))
         survivors: list[WordSequence] = []
         for _, _, parent in winners:
             survivors.append(self._child(parent) if parent in survivors else parent)
@@ -272,7 +272,7 @@ class Playground:
             raise OperationRefused(f"There is no sequence {name}.")
         return self.sequences[str(name)]
 
-    def _check_seats(self, count: int) -> None:
+    def _check_num_sequences(self, count: int) -> None:
         if len(self.sequences) + count > MAX_SEQUENCES:
             raise OperationRefused(f"{MAX_SEQUENCES} sequences are the most: free one.")
 
