@@ -153,7 +153,7 @@ def test_the_report_is_one_file_without_links(results):
 
 def test_the_pictures_take_their_colours_from_the_page(results):
     text = report.page(results[0])
-    assert not any(mark in text for mark in report.MARKS)
+    assert not any(mark in text for mark in report.PLACEHOLDERS)
     for colour in ("--standard", "--sdpa", "--onchip", "--grid"):
         assert f"var({colour})" in text
     assert "prefers-color-scheme: dark" in text
