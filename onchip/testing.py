@@ -522,8 +522,8 @@ def assert_accurate(
         attention = attention(leaves["q"], leaves["k"], leaves["v"], **others)
     out, lse, rows = _unpack(attention)
     dout, dlse = _cotangents(out, lse, q.dtype) if out.requires_grad else (None, None)
-    asked = {name: x for name, x in options.items() if name not in CARRIED}
-    yardsticks = _yardsticks(q, k, v, asked, out, dout, dlse)
+    checked_options = {name: x for name, x in options.items() if name not in CARRIED}
+    yardsticks = _yardsticks(q, k, v, checked_options, out, dout, dlse)
     got = {"out": out, **rows, **_gradients(leaves, out, lse, dout, dlse)}
     report = Report(x for name in got for x in _judge(name, got[name], yardsticks, q.dtype))
     if not report.ok:
@@ -596,12 +596,12 @@ def _yardsticks(q, k, v, options: dict, out: Tensor, dout, dlse) -> _Yardsticks:
         saved = {"out_dtype": out.dtype, "saved_out": out.detach(), "dtype": dtype}
         return round_gradients(answer(partial(rounding_model, **saved), torch.float64))
 
-    def round_gradients(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def round_gradients(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Round as autograd does, to the dtypes of the inputs."""
         inputs = {"q": q, "k": k, "v": v} | {n: options.get(n) for n in ("bias", "sinks")}
-        dtypes = {f"d{n}": x.dtype for n, x in inputs.items() if f"d{n}" in found}
+        dtypes = {f"d{n}": x.dtype for n, x in inputs.items() if f"d{n}" in gradients}
         half = {n: dtype for n, dtype in dtypes.items() if dtype.itemsize == 2}
-        return found | {n: _rounded(found[n], dtype) for n, dtype in half.items()}
+        return gradients | {n: _rounded(gradients[n], dtype) for n, dtype in half.items()}
 
     def plain(q, k, v, **kwargs):
         return _answer(_plain, q.dtype, q, k, v, _Options(**kwargs))

@@ -38,9 +38,9 @@ def locked(index: str, name: str, version: str) -> str:
     links = [
         html.unescape(link) for link in re.findall(r'href="([^"]+#sha256=[0-9a-f]{64})"', page)
     ]
-    found = {Path(unquote(urlsplit(link).path)).name: link[-64:] for link in links}
-    wheels = {digest for file, digest in found.items() if fits(file, version)}
-    sources = {digest for file, digest in found.items() if is_source(file, version)}
+    digests = {Path(unquote(urlsplit(link).path)).name: link[-64:] for link in links}
+    wheels = {digest for file, digest in digests.items() if fits(file, version)}
+    sources = {digest for file, digest in digests.items() if is_source(file, version)}
     if not (wheels or sources):
         raise SystemExit(f"{index} has no hashes of {name}=={version}")
     marker = " ; sys_platform == 'linux'" if name == "triton" else ""
@@ -50,11 +50,11 @@ def locked(index: str, name: str, version: str) -> str:
 
 def fits(file: str, version: str) -> bool:
     try:
-        _, found, _, tags = parse_wheel_filename(file)
+        _, wheel_version, _, tags = parse_wheel_filename(file)
     except InvalidWheelFilename:
         return False
     names = [f"{tag.interpreter}-{tag.abi}" for tag in tags]
-    return found == Version(version) and any(PYTHONS.match(name) for name in names)
+    return wheel_version == Version(version) and any(PYTHONS.match(name) for name in names)
 
 
 def is_source(file: str, version: str) -> bool:

@@ -37,27 +37,27 @@ def pins(file):
 
 
 def floors():
-    asked = [*PROJECT["build-system"]["requires"], *PROJECT["project"]["dependencies"]]
+    requirements = [*PROJECT["build-system"]["requires"], *PROJECT["project"]["dependencies"]]
     for extra in PROJECT["project"]["optional-dependencies"].values():
-        asked += extra
-    for requirement in map(Requirement, asked):
+        requirements += extra
+    for requirement in map(Requirement, requirements):
         for specifier in requirement.specifier:
             if specifier.operator == ">=":
                 yield requirement.name, Version(specifier.version)
 
 
 @pytest.mark.parametrize("name", FLOORS)
-def test_what_is_asked_for_has_no_known_hole(name):
-    found = dict(floors())
-    assert found[name] >= Version(FLOORS[name][0]), FLOORS[name][1]
+def test_required_versions_have_no_known_vulnerability(name):
+    versions = dict(floors())
+    assert versions[name] >= Version(FLOORS[name][0]), FLOORS[name][1]
 
 
 @pytest.mark.parametrize("name", PINS)
-def test_what_is_pinned_has_no_known_hole(name):
+def test_pinned_versions_have_no_known_vulnerability(name):
     assert Version(pins("constraints.txt")[name]) >= Version(PINS[name][0]), PINS[name][1]
 
 
-def test_pins_are_what_is_asked_for():
+def test_pins_satisfy_the_requirements():
     pinned = pins("constraints.txt")
     for name, floor in floors():
         if name in pinned:

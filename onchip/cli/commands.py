@@ -265,8 +265,8 @@ def _demo(args: argparse.Namespace) -> int:
 
     _check_writable(args.report)
     console = Console()
-    with _progress(console) as tell:
-        results = demo.run(args.quick, tell)
+    with _progress(console) as report_progress:
+        results = demo.run(args.quick, report_progress)
     report.print_results(console, results)
     report.write_html(results, args.report)
     console.print(f"\nReport: [bold]{args.report}[/bold] ({results.elapsed_s:.0f} s in all)")
@@ -291,7 +291,7 @@ def _bench(args: argparse.Namespace) -> int:
     _check_bench(args, getattr(module, "PARTS", ()))
     console = Console()
     session = _session(args, console)
-    with _progress(console) as session.tell:
+    with _progress(console) as session.report_progress:
         module.run(session)
     _keep_results(args, console, session)
     optional = bool(args.only)
@@ -378,7 +378,7 @@ def _tune(args: argparse.Namespace) -> int:
         _check_writable(args.json)
     console = Console()
     session = harness.Session(args.quick)
-    with _progress(console) as session.tell:
+    with _progress(console) as session.report_progress:
         searches = tune.run(
             session,
             lambda capability: tune.knobs(capability, args.kernel, args.ways, args.head_dims),
@@ -495,9 +495,9 @@ def _doctor(args: argparse.Namespace) -> int:
         return doctor.print_model(console, args.model)
     doctor.print_report(console)
     if args.measure:
-        with _progress(console) as tell:
-            found = doctor.measure_levels(tell)
-        doctor.print_levels(console, found)
+        with _progress(console) as report_progress:
+            timings = doctor.measure_levels(report_progress)
+        doctor.print_levels(console, timings)
         doctor.print_first_calls(console)
     return 0
 
@@ -517,7 +517,7 @@ def _lab(args: argparse.Namespace) -> int:
     models.about(args.model)  # raises if there is no such model
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         raise ValueError(f"cannot write to {args.out}: it is a file, not a folder")
-    data = record.everything(args.model)
+    data = record.record_figures(args.model)
     if args.out is not None:
         print(page.write(args.out, data))
         return 0
@@ -544,9 +544,9 @@ def _has_screen() -> bool:
 
 
 class _progress:
-    """Progress as a context manager. It returns `tell(title, done)` with done in [0, 1]. On a
-    terminal it draws a bar, elsewhere it prints a line to stderr every PROGRESS_S, so that a log
-    shows progress.
+    """Progress as a context manager. It returns `report_progress(title, done)` with done in [0, 1].
+    On a terminal it draws a bar, elsewhere it prints a line to stderr every PROGRESS_S, so that a
+    log shows progress.
     """
 
     def __init__(self, console):

@@ -1,7 +1,8 @@
 """`onchip demo`: standard attention, torch SDPA and onchip side by side on this machine.
 
-Every result is checked against fp64 before it is shown. A time is the least of a few runs in turns.
-Memory is the system's figure for one call. A call that would not fit is refused, with its size.
+Every result is compared with fp64 before it is shown. A time is the shortest of a few runs; the
+methods alternate. Memory is the system's figure for one call. A call that would not fit is refused,
+and its size is shown.
 """
 
 import math
@@ -32,7 +33,7 @@ NUM_HEADS, HEAD_DIM = 4, 64
 MASKED_LENGTH, QUICK_MASKED_LENGTH = 8192, 2048
 CHECKED_ROWS = 128
 MEMORY_FRACTION, MEMORY_CAP_BYTES = 0.25, 4 << 30
-TIME_BUDGET_S, CALLS = 75.0, 4  # a method: one checked call, about three timed ones
+TIME_BUDGET_S, CALLS = 75.0, 4  # calls of a method: one is checked, about three are timed
 
 Attend = Callable[..., Any]
 CAUSAL: dict[str, Attend] = {
@@ -44,7 +45,7 @@ METHODS = tuple(CAUSAL)
 
 
 class Measurement(NamedTuple):
-    """One method on one problem. Where it was refused, refused_bytes is all that is set."""
+    """One method on one problem. If it was refused, only refused_bytes is set."""
 
     method: str
     seqlen: int
@@ -53,24 +54,24 @@ class Measurement(NamedTuple):
     peak_bytes: int | None = None
     error: float | None = None
     refused_bytes: int | None = None
-    least_bytes: int = 0  # what a call must hold: its result, and one N x N matrix of the standard
+    least_bytes: int = 0  # the result, and one N x N matrix of standard attention
 
     @property
     def is_below_resolution(self) -> bool:
-        """Whether the system saw less than the call must hold: memory that the process had already
-        was used again.
+        """Whether the measured peak is less than the call must hold, because the process reused
+        memory that it had already.
         """
         return self.peak_bytes is not None and self.peak_bytes < self.least_bytes
 
     @property
     def held_bytes(self) -> int | None:
-        """The peak, or the least it can be where the resolution ends."""
+        """The measured peak, or the lower bound if the peak is below it."""
         return self.least_bytes if self.is_below_resolution else self.peak_bytes
 
 
 @dataclass
 class Results:
-    """What the demo found; `onchip.cli.report` turns it into tables and pictures."""
+    """The measurements of the demo; `onchip.cli.report` makes tables and plots of them."""
 
     machine: str
     dtype: str
@@ -84,35 +85,39 @@ class Results:
 
 
 class DemoStep(NamedTuple):
-    """A piece of the demo: what the progress bar says, and what is done."""
+    """A step of the demo; title is for the progress bar."""
 
     title: str
     run: Callable[[], object]
 
 
-Tell = Callable[[str, float], None]
+ReportProgress = Callable[[str, float], None]
 
 
-def run(quick: bool = False, tell: Tell = lambda title, done: None) -> Results:
-    """Run the whole demo. tell(title, done) receives the current step and the completed share."""
+def run(quick: bool = False, report_progress: ReportProgress = lambda title, done: None) -> Results:
+    """Run the demo. report_progress(title, done) gets the current step and the completed share."""
     start = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     budget = min(int(MEMORY_FRACTION * available_bytes(device)), MEMORY_CAP_BYTES)
     results = Results(machine_name(device), str(dtype).removeprefix("torch."), budget)
-    lab = Lab(device, dtype, results, quick, start + TIME_BUDGET_S)
-    steps = list(lab.steps())
+    runner = DemoRunner(device, dtype, results, quick, start + TIME_BUDGET_S)
+    steps = list(runner.steps())
+
+    def report_part(i: int, part: str, share: float) -> None:
+        report_progress(steps[i].title + part, (i + share) / len(steps))
+
     for i, step in enumerate(steps):
-        lab.tell = lambda part, share, i=i, t=step.title: tell(t + part, (i + share) / len(steps))
-        lab.tell("", 0.0)
+        runner.report_progress = partial(report_part, i)
+        runner.report_progress("", 0.0)
         step.run()
-    tell("done", 1.0)
+    report_progress("done", 1.0)
     results.elapsed_s = time.perf_counter() - start
     return results
 
 
 @dataclass
-class Lab:
+class DemoRunner:
     """Runs the steps of the demo on one device and collects their results."""
 
     device: torch.device
@@ -120,33 +125,37 @@ class Lab:
     results: Results
     quick: bool
     deadline: float
-    tell: Tell = lambda part, share: None
+    report_progress: ReportProgress = lambda part, share: None
 
     def steps(self) -> Iterator[DemoStep]:
-        warm = partial(self.measure, patterns.causal(64), 64, CAUSAL)  # what torch loads once
+        warm = partial(self.measure, patterns.causal(64), 64, CAUSAL)  # loads what torch loads once
         yield DemoStep("warming up", warm)
         for n in QUICK_LENGTHS if self.quick else LENGTHS:
-            yield DemoStep(f"causal attention over {n:,} tokens", partial(self.length, n))
+            yield DemoStep(f"causal attention over {n:,} tokens", partial(self.measure_length, n))
         n = QUICK_MASKED_LENGTH if self.quick else MASKED_LENGTH
         for build in (patterns.window, partial(patterns.documents, device=self.device)):
             pattern = build(n)
-            yield DemoStep(f"{pattern.name} over {n:,} tokens", partial(self.masked, pattern, n))
-        yield DemoStep("keys cut in two, attended apart, merged", partial(self.merge, n // 2))
+            yield DemoStep(
+                f"{pattern.name} over {n:,} tokens", partial(self.measure_masked, pattern, n)
+            )
+        yield DemoStep("two sets of keys, merged", partial(self.measure_merge, n // 2))
 
-    def length(self, n: int) -> None:
+    def measure_length(self, n: int) -> None:
         if time.perf_counter() + self.expected_s(n) > self.deadline:
             self.results.omitted.append(n)
             return
         self.results.lengths += self.measure(patterns.causal(n), n, CAUSAL)
 
     def expected_s(self, n: int) -> float:
-        """What a length would take, by the last one: the work grows with its square."""
-        last = [m for m in self.results.lengths[-len(METHODS) :] if not self.refuse(m.method, n)]
+        """Predicted time of a length, from the previous one: the work grows with the square."""
+        last = [
+            m for m in self.results.lengths[-len(METHODS) :] if not self.refused_bytes(m.method, n)
+        ]
         return sum((n / m.seqlen) ** 2 * CALLS * (m.time_s or 0.0) for m in last)
 
-    def masked(self, pattern: Pattern, n: int) -> None:
-        """onchip against SDPA with the equivalent dense mask: as floats, which SDPA takes fastest,
-        and built before the clock starts."""
+    def measure_masked(self, pattern: Pattern, n: int) -> None:
+        """onchip, and SDPA with the equivalent dense mask. The mask has floats, with which SDPA is
+        fastest, and is built before the timing."""
         hidden = ~pattern.visible(torch.arange(n)).to(self.device)
         dense = torch.zeros(n, n, dtype=self.dtype, device=self.device)
         attends = {
@@ -159,26 +168,32 @@ class Lab:
         q, k, v = self.qkv(n)
         rows = sample_rows(n, CHECKED_ROWS)
         exact = exact_rows(q, k, v, rows, pattern.visible(rows))
-        refused = {m: need for m in attends if (need := self.refuse(m, n))}
+        refused = {m: need for m in attends if (need := self.refused_bytes(m, n))}
         jobs = {m: partial(f, q, k, v) for m, f in attends.items() if m not in refused}
         errors, peaks = {}, {}
         for i, (m, job) in enumerate(jobs.items()):
-            self.tell(f": {m} against fp64", 0.1 + 0.4 * i / len(jobs))
+            self.report_progress(f": {m} against fp64", 0.1 + 0.4 * i / len(jobs))
             peaks[m], out = peak_extra_bytes(job, self.device)
             errors[m] = max_error(out, exact, rows)
-        self.tell(": timing", 0.5)
+        self.report_progress(": timing", 0.5)
         times = alternate(jobs, self.device, rounds=2, budget_s=0.1 if self.quick else 1.0)
         return [
             Measurement(m, n, pattern.name, refused_bytes=refused[m])
             if m in refused
             else Measurement(
-                m, n, pattern.name, times[m], peaks[m], errors[m], least_bytes=self.least(m, n)
+                m,
+                n,
+                pattern.name,
+                times[m],
+                peaks[m],
+                errors[m],
+                least_bytes=self.least_bytes(m, n),
             )
             for m in attends
         ]
 
-    def merge(self, n: int) -> None:
-        """The one idea: attention over two sets of keys, merged, is attention over their union."""
+    def measure_merge(self, n: int) -> None:
+        """Attention over two sets of keys, merged, compared with attention over their union."""
         q, k, v = self.qkv(n)
         cut = n // 3
         first, lse_first = onchip.attention(q, k[:, :cut], v[:, :cut], return_lse=True)
@@ -188,24 +203,24 @@ class Lab:
         self.results.merge_cut = (cut, n - cut)
         self.results.merge_gap = (merged.double() - whole.double()).abs().max().item()
 
-    def refuse(self, method: str, n: int) -> int | None:
-        """The bytes of S and P if standard attention would go over the budget with them."""
+    def refused_bytes(self, method: str, n: int) -> int | None:
+        """The bytes of S and P if the method is standard attention and they exceed the budget."""
         need = 2 * NUM_HEADS * n * n * self.dtype.itemsize
         return need if method == "standard" and need > self.results.budget_bytes else None
 
-    def least(self, method: str, n: int) -> int:
+    def least_bytes(self, method: str, n: int) -> int:
         columns = HEAD_DIM + (n if method == "standard" else 0)
         return n * NUM_HEADS * columns * self.dtype.itemsize
 
     def qkv(self, n: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(n)
         shape = (1, n, NUM_HEADS, HEAD_DIM)
-        draw = lambda: torch.randn(shape, generator=generator).to(self.device, self.dtype)
-        return [draw() for _ in range(3)]
+        sample = lambda: torch.randn(shape, generator=generator).to(self.device, self.dtype)
+        return [sample() for _ in range(3)]
 
 
 def exact_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, visible: Tensor) -> Tensor:
-    """The given query rows of attention in fp64 on the CPU: (1, rows, heads, head_dim)."""
+    """Some query rows of attention in fp64 on the CPU: (1, rows, heads, head_dim)."""
     q, k, v = (x.double().cpu().transpose(1, 2) for x in (q[:, rows.to(q.device)], k, v))
     s = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~visible, -math.inf)
     return (torch.softmax(s, -1) @ v).transpose(1, 2)

@@ -86,10 +86,11 @@ def model_finding(folder: str | Path) -> tuple[bool, Finding]:
     """Whether the model of a folder is served, and how; its weights are not read."""
     try:
         native = models.is_native(folder)
-        found = models.inspect(folder) if native else models.inspect_foreign(folder)
+        checkpoint = models.inspect(folder) if native else models.inspect_foreign(folder)
     except ValueError as error:
         return False, Finding(str(folder), "not served", f"{error}.")
-    what = f"{found.config.model_type}, {found.config.num_layers} layers, {found.dtype}"
+    config = checkpoint.config
+    what = f"{config.model_type}, {config.num_layers} layers, {checkpoint.dtype}"
     if native:
         return True, Finding(str(folder), what, "Runs natively: fused, recorded, on several ranks.")
     return True, Finding(str(folder), what, f"It {foreign.ABOUT}; on one device.")
@@ -124,8 +125,8 @@ def reasons(table: list[Support]) -> list[str]:
     for s in table:
         for precision, reason in s.refusals.items():
             label = s.device if not s.served else f"{s.device} {precision}"
-            seen = where.setdefault((s.kernel, reason), [])
-            seen += [label] if label not in seen else []
+            devices = where.setdefault((s.kernel, reason), [])
+            devices += [label] if label not in devices else []
     return [f"{k} refuses {', '.join(labels)}: {reason}." for (k, reason), labels in where.items()]
 
 
@@ -188,15 +189,15 @@ def _launcher() -> Finding:
     """What Triton needs to build its launcher: a C compiler and Python's own headers."""
     named = os.environ.get("CC")
     names = (named,) if named else ("gcc", "clang")  # in Triton's order
-    found = next((path for name in names if (path := shutil.which(name))), None)
+    compiler = next((path for name in names if (path := shutil.which(name))), None)
     what = "Triton builds its launcher with one at the first GPU call; nothing else does."
-    if found is None:
+    if compiler is None:
         return Finding("C compiler", f"CC={named} is not there" if named else "none", what)
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if not header.exists():
         missing = f"Triton's launcher needs {header}: install Python's development files."
-        return Finding("C compiler", f"{found}, but no Python.h", missing)
-    return Finding("C compiler", f"{found}, with Python.h")
+        return Finding("C compiler", f"{compiler}, but no Python.h", missing)
+    return Finding("C compiler", f"{compiler}, with Python.h")
 
 
 def cache_folder() -> Path:
@@ -276,18 +277,20 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def measure_levels(tell: Callable[[str, float], None]) -> dict[str, list[levels.LevelTiming]]:
+def measure_levels(
+    report_progress: Callable[[str, float], None],
+) -> dict[str, list[levels.LevelTiming]]:
     """The memories of every device here, by torch's names."""
-    return {name: levels.measure(torch.device(name), tell) for name in here()}
+    return {name: levels.measure(torch.device(name), report_progress) for name in here()}
 
 
-def print_levels(console, found: dict[str, list[levels.LevelTiming]]) -> None:
+def print_levels(console, timings: dict[str, list[levels.LevelTiming]]) -> None:
     """What was measured here, then what was published of devices elsewhere."""
     from rich.table import Table
 
     columns = ("", "memory", "bytes", "bandwidth", "latency")
     table = Table(*columns, title="Memories, measured here", title_justify="left")
-    for device, rows in found.items():
+    for device, rows in timings.items():
         for row in rows:
             hidden = "hidden" if row.latency_s == 0 else _latency(row.latency_s)
             cells = human_bytes(row.set_bytes), f"{row.bytes_s / 1e9:.3g} GB/s", hidden

@@ -1,4 +1,4 @@
-"""The demo's results as tables in the terminal and as one HTML file that needs nothing else."""
+"""The demo's results: tables in the terminal, and one self-contained HTML file."""
 
 import html
 import io
@@ -28,19 +28,19 @@ LABELS = {"standard": "standard attention", "sdpa": "torch SDPA", "onchip": "onc
 COLUMNS = ("tokens", "mask", "method", "time", "peak extra memory", "max error")
 SHORT_LABELS = {**LABELS, "standard": "standard"}
 NEXT_STEPS = (
-    ("doctor", "what this machine can run, and why not the rest"),
-    ("explain --seqlen 8192 --causal", "which kernel serves a call, its flops and its bytes"),
-    ("bench cpu --quick", "the ratios to torch SDPA, each row checked first"),
+    ("doctor", "the kernels that this machine can run, and why it cannot run the others"),
+    ("explain --seqlen 8192 --causal", "the kernel that serves a call, its flops and its bytes"),
+    ("bench cpu --quick", "the ratios to torch SDPA; each row is checked first"),
     ("bench cpu --json cpu.json", "the same in full, as a results file"),
 )
 
 
 def program() -> str:
-    """How this command line was called, so that the next command can be copied."""
-    called = Path(sys.argv[0])
-    if called.name == "onchip" and shutil.which("onchip") != str(called):
-        return os.path.relpath(called)
-    return "python -m onchip" if called.name == "__main__.py" else "onchip"
+    """The command that started this program, so that suggested commands can be copied."""
+    script = Path(sys.argv[0])
+    if script.name == "onchip" and shutil.which("onchip") != str(script):
+        return os.path.relpath(script)
+    return "python -m onchip" if script.name == "__main__.py" else "onchip"
 
 
 def human_bytes(n: float | None) -> str:
@@ -77,13 +77,13 @@ def cells(m: Measurement) -> tuple[str, str, str]:
 
 
 def groups(measurements: Iterable[Measurement]) -> list[tuple[str, str, list[Measurement]]]:
-    """(tokens, mask, the measurements of that problem), in the order they were made."""
+    """(tokens, mask, measurements) of each problem, in the order of measurement."""
     problem = lambda m: (f"{m.seqlen:,}", m.mask)
     return [(*key, list(group)) for key, group in groupby(measurements, problem)]
 
 
 def refusals(results: Results) -> list[str]:
-    """One sentence per call that was not made."""
+    """One sentence for each refused call."""
     budget = human_bytes(results.budget_bytes)
     return [
         f"Standard attention over {m.seqlen:,} tokens: refused to allocate"
@@ -94,18 +94,19 @@ def refusals(results: Results) -> list[str]:
     ]
 
 
-def unseen(results: Results) -> list[str]:
-    """What "at least" means, where a measurement needs it."""
+def memory_notes(results: Results) -> list[str]:
+    """The meaning of "≥", if a measurement has it."""
     if not any(m.is_below_resolution for m in results.lengths + results.masked):
         return []
     return [
-        "Memory with ≥: the system saw less than the result of the call takes, because the process"
-        " used memory again that it had already. The least that the call can hold is shown, with a"
-        " hollow point in the chart."
+        "Memory with ≥: the measured peak is less than the size of the result, because the process"
+        " reused memory that it had already. The least that the call can hold is shown, as a hollow"
+        " point in the chart."
     ]
 
 
 def omissions(results: Results) -> list[str]:
+    """The lengths that were not measured, in one sentence."""
     lengths = ", ".join(f"{n:,}" for n in results.omitted)
     return [f"Left out to stay near a minute on this machine: {lengths} tokens."] if lengths else []
 
@@ -113,13 +114,13 @@ def omissions(results: Results) -> list[str]:
 def merge_sentence(results: Results) -> str:
     a, b = results.merge_cut
     return (
-        f"{a + b:,} keys cut into {a:,} and {b:,}, attended apart, merged by merge_states: "
-        f"largest difference from attending to all of them {results.merge_gap:.1e}."
+        f"Attention over {a:,} and over {b:,} keys, merged by merge_states, differs from attention"
+        f" over all {a + b:,} by at most {results.merge_gap:.1e}."
     )
 
 
 def masked_speedups(results: Results) -> dict[str, float]:
-    """mask -> how many times faster onchip was than SDPA with the dense mask."""
+    """mask -> the speed of onchip relative to SDPA with the dense mask."""
     times = {(m.mask, m.method): m.time_s for m in results.masked if m.time_s}
     return {
         mask: times[mask, "sdpa"] / time_s
@@ -131,7 +132,7 @@ def masked_speedups(results: Results) -> dict[str, float]:
 def print_results(console, results: Results) -> None:
     for measurements in (results.lengths, results.masked):
         console.print(_terminal_table(measurements))
-    sentences = refusals(results) + omissions(results) + unseen(results)
+    sentences = refusals(results) + omissions(results) + memory_notes(results)
     sentences.append(merge_sentence(results))
     for mask, ratio in masked_speedups(results).items():
         sentences.append(f"{mask}: {ratio:.1f}x the speed of SDPA with the dense mask.")
@@ -157,10 +158,10 @@ def _terminal_table(measurements: list[Measurement]):
     return table
 
 
-# Pictures. Colours leave matplotlib as marks that the page's style sheet replaces, so that one
-# picture serves light and dark screens; text stays text, in the font of the page.
+# Plots. matplotlib draws in placeholder colours, and `inline_svg` replaces them by variables of the
+# style sheet: one SVG serves light and dark screens. Text stays text, in the font of the page.
 
-MARKS = {
+PLACEHOLDERS = {
     "#010101": "currentColor",
     "#020202": "var(--grid)",
     "#030303": "var(--standard)",
@@ -193,12 +194,12 @@ def length_plot(results: Results, value: str, label: Callable[[float], str]) -> 
     def draw(axes: Any) -> None:
         for method in METHODS:
             points = [m for m in results.lengths if m.method == method]
-            done = [(m.seqlen, getattr(m, value)) for m in points if getattr(m, value)]
-            if done:
-                axes.plot(*zip(*done, strict=True), color=COLOURS[method], **LINES[method])
-            if done and value == "held_bytes":
-                _draw_unseen(axes, points)
-                _draw_refused(axes, done, points)
+            measured = [(m.seqlen, getattr(m, value)) for m in points if getattr(m, value)]
+            if measured:
+                axes.plot(*zip(*measured, strict=True), color=COLOURS[method], **LINES[method])
+            if measured and value == "held_bytes":
+                _draw_lower_bounds(axes, points)
+                _draw_refused(axes, measured, points)
         ticks = sorted({m.seqlen for m in results.lengths})
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -208,11 +209,11 @@ def length_plot(results: Results, value: str, label: Callable[[float], str]) -> 
         axes.set_ylim(*whole_decades(axes.get_ylim()))
         axes.set_xlabel("tokens")
 
-    return picture(f"{value}-", draw)
+    return plot_svg(f"{value}-", draw)
 
 
 def whole_decades(limits: tuple[float, float]) -> tuple[float, float]:
-    """Limits of a log axis moved out to powers of ten, three decades apart at least: on fewer,
+    """Limits of a log axis, extended to powers of ten and to at least three decades: on fewer,
     noise looks like a trend."""
     low, high = (math.log10(x) for x in limits)
     low, high = math.floor(low), math.ceil(high)
@@ -220,22 +221,22 @@ def whole_decades(limits: tuple[float, float]) -> tuple[float, float]:
     return 10.0 ** (low - margin), 10.0 ** (high + margin)
 
 
-def _draw_unseen(axes, points: list[Measurement]) -> None:
-    """Hollow points over the lower bounds of a call's memory."""
-    unseen = [(m.seqlen, m.held_bytes) for m in points if m.is_below_resolution]
-    if unseen:
+def _draw_lower_bounds(axes, points: list[Measurement]) -> None:
+    """Hollow points at lower bounds of a call's memory."""
+    bounds = [(m.seqlen, m.held_bytes) for m in points if m.is_below_resolution]
+    if bounds:
         style = {"markersize": 9, "markerfacecolor": "none", "linestyle": ""}
         colour = COLOURS[points[0].method]
-        axes.plot(*zip(*unseen, strict=True), color=colour, marker="o", **style)
+        axes.plot(*zip(*bounds, strict=True), color=colour, marker="o", **style)
 
 
-def _draw_refused(axes, done: list[tuple[int, int]], points: list[Measurement]) -> None:
-    """Crosses where a method was refused, at what it would have taken."""
+def _draw_refused(axes, measured: list[tuple[int, int]], points: list[Measurement]) -> None:
+    """Crosses at the memory that refused calls would have taken."""
     refused = [(m.seqlen, m.refused_bytes) for m in points if m.refused_bytes]
     if refused:
         colour = COLOURS[points[0].method]
         axes.plot(
-            *zip(*done[-1:], *refused, strict=True), color=colour, linestyle=":", linewidth=1.5
+            *zip(*measured[-1:], *refused, strict=True), color=colour, linestyle=":", linewidth=1.5
         )
         axes.plot(*zip(*refused, strict=True), color=colour, marker="x", linestyle="", markersize=8)
         n, need = refused[-1]
@@ -267,11 +268,11 @@ def masked_plot(results: Results) -> str:
         axes.xaxis.set_major_formatter(lambda x, _: human_time(x) if x else "0")
         axes.grid(visible=False, axis="y")
 
-    return picture("masked-", draw)
+    return plot_svg("masked-", draw)
 
 
-def picture(prefix: str, draw: Callable[[Any], None]) -> str:
-    """What draw(axes) draws, in the style of the page, as inline SVG with ids under prefix."""
+def plot_svg(prefix: str, draw: Callable[[Any], None]) -> str:
+    """The plot of draw(axes) as inline SVG in the style of the page. prefix: of its ids."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -296,13 +297,13 @@ def inline_svg(svg: str, prefix: str) -> str:
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'\b(id="|url\(#|href="#)', rf"\g<1>{prefix}", svg)
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
-    for mark, colour in MARKS.items():
-        svg = svg.replace(mark, colour)
+    for placeholder, colour in PLACEHOLDERS.items():
+        svg = svg.replace(placeholder, colour)
     return svg.strip()
 
 
 def write_html(results: Results, path: Path) -> None:
-    """One file, no links to anything outside it."""
+    """Write one file that links to no other."""
     path.write_text(page(results), encoding="utf-8")
 
 
@@ -321,7 +322,7 @@ def page(results: Results) -> str:
         "masked_plot": masked_plot(results),
         "notes": "".join(
             f"<li>{escape(x)}</li>"
-            for x in refusals(results) + omissions(results) + unseen(results)
+            for x in refusals(results) + omissions(results) + memory_notes(results)
         ),
         "merge": escape(merge_sentence(results)),
         "columns": "".join(f"<th>{name}</th>" for name in COLUMNS),
@@ -337,15 +338,15 @@ def page(results: Results) -> str:
 
 
 def headline(results: Results) -> list[tuple[str, str]]:
-    """(number, what it is), for the first screen."""
+    """(number, description), for the top of the page."""
     by_key = {(m.method, m.seqlen): m for m in results.lengths}
     cards = []
     shared = [m for m in results.lengths if m.method == "standard" and m.peak_bytes]
     if shared:
         last = shared[-1]
         ours = by_key["onchip", last.seqlen]
-        seen = not (ours.is_below_resolution or last.is_below_resolution)
-        if seen and ours.peak_bytes and last.peak_bytes and ours.time_s and last.time_s:
+        is_measured = not (ours.is_below_resolution or last.is_below_resolution)
+        if is_measured and ours.peak_bytes and last.peak_bytes and ours.time_s and last.time_s:
             less, faster = last.peak_bytes / ours.peak_bytes, last.time_s / ours.time_s
             cards.append(
                 (f"{less:,.0f}x", f"less memory than standard attention at {last.seqlen:,} tokens")
@@ -362,16 +363,16 @@ def headline(results: Results) -> list[tuple[str, str]]:
 
 def method_notes(results: Results) -> list[str]:
     return [
-        "Time: the least of several runs; the methods take turns, in reversed order every other"
+        "Time: the shortest of several runs. The methods alternate, in reverse order every other"
         " round. Fp64 is not timed.",
-        "Memory: the most that one call held beyond its inputs, result included. On a CPU this is"
-        " the system's high-water mark of the resident set, reset before the call; on a GPU it is"
-        " the allocator's.",
+        "Memory: the peak of one call, without its inputs, with its result. On a CPU it is the"
+        " system's high-water mark of the resident set, reset before the call; on a GPU it is the"
+        " allocator's.",
         f"Error: largest absolute difference from attention in fp64, over {CHECKED_ROWS} query rows"
         " of every head: the first, the last and a fixed random sample.",
-        "Standard attention is refused where S and P together exceed"
+        "Standard attention is refused if S and P together exceed"
         f" {human_bytes(results.budget_bytes)}: a quarter of the memory that was available when the"
-        f" demo began, and never more than {human_bytes(MEMORY_CAP_BYTES)}.",
+        f" demo began, and at most {human_bytes(MEMORY_CAP_BYTES)}.",
         f"The whole demo took {results.elapsed_s:.0f} s.",
     ]
 

@@ -170,8 +170,8 @@ def knobs(
     (TRITON_CHUNK, TRITON_KV8, HOPPER_FORWARD_PAGED) or the quantisation before a call
     (TRITON_ROTATE, TRITON_TRANSPOSE).
     """
-    found = [Knob(t, key) for t in tables(capability) for key in getattr(tiles, t.name)]
-    known = [k for k in found if "dbias" not in k.parts and FP32_BYTES not in k.parts]
+    knobs = [Knob(t, key) for t in tables(capability) for key in getattr(tiles, t.name)]
+    known = [k for k in knobs if "dbias" not in k.parts and FP32_BYTES not in k.parts]
     wanted = lambda value, choice: not choice or value in choice
     return [
         k
@@ -193,13 +193,13 @@ def candidates(knob: Knob, most: int) -> dict[str, Any]:
     ]
     if knob.table.teams:
         changes.append([team for team in TEAMS if team["consumers"] != row.consumers])
-    found = {CURRENT: row}
+    rows = {CURRENT: row}
     for count in range(1, most + 1):
         for fields in combinations(changes, count):
             for chosen in product(*fields):
                 change = {name: value for part in chosen for name, value in part.items()}
-                found[_difference(change)] = row._replace(**change)
-    return {name: row for name, row in found.items() if _makes_sense(row)}
+                rows[_difference(change)] = row._replace(**change)
+    return {name: row for name, row in rows.items() if _makes_sense(row)}
 
 
 def _follows_the_call(name: str, value: Any) -> bool:
@@ -292,10 +292,10 @@ class Search:
                 control = control or gpu.capture_calls(call, case.backward)
         rounds = gpu.QUICK_ROUNDS if session.quick else gpu.ROUNDS
         timing = gpu.time_captures(captures, control, rounds)
-        found = {name: timing.against(name, CURRENT) for name in self.right}
-        for name, ratio in found.items():
+        ratios = {name: timing.against(name, CURRENT) for name in self.right}
+        for name, ratio in ratios.items():
             self.ratios.setdefault(name, []).append(ratio)
-        return [self._row(case, name, timing, ratio) for name, ratio in found.items()]
+        return [self._row(case, name, timing, ratio) for name, ratio in ratios.items()]
 
     def _row(self, case: Case, name: str, timing: gpu.Timing, ratio: gpu.Paired) -> Row:
         peers = {CURRENT: timing.ms(CURRENT)}

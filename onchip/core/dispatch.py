@@ -65,7 +65,7 @@ def unregister_backend(name: str) -> None:
     """Undo register_backend(name, ...)."""
     global _registry
     _check_registered("name", name)
-    _registry = {other: found for other, found in _registry.items() if other != name}
+    _registry = {other: registered for other, registered in _registry.items() if other != name}
     _loaded.pop(name, None)
     _forget_plans()
 
@@ -77,9 +77,9 @@ def backend_names() -> tuple[str, ...]:
 
 def get_backend(name: str) -> Backend:
     """The registered backend of this name, which is loaded if it was not used before."""
-    found = _loaded.get(name)
-    if found is not None:
-        return found
+    backend = _loaded.get(name)
+    if backend is not None:
+        return backend
     _check_registered("kernel", name)
     source = _registry[name].source
     backend = source if isinstance(source, Backend) else source()

@@ -108,13 +108,13 @@ def merge_out_lse(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tenso
     pivot = _pivot(stacked.detach().amax(0))  # cancels in out and in lse, so it needs no gradient
     weights = torch.exp(stacked - pivot)
     total = weights.sum(0)
-    seen = total > 0
-    total = torch.where(seen, total, 1.0)
+    has_keys = total > 0
+    total = torch.where(has_keys, total, 1.0)
     weights = weights / total
     out = torch.zeros_like(outs[0], dtype=weights.dtype)
     for w, o in zip(weights, outs, strict=True):
         out = out + w[..., None] * o.to(w.dtype)
-    return out, torch.where(seen, pivot + torch.log(total), -inf)
+    return out, torch.where(has_keys, pivot + torch.log(total), -inf)
 
 
 def _pivot(m: Tensor) -> Tensor:

@@ -8,11 +8,11 @@
     finished = scheduler.update(step, tokens)
 """
 
-from .costs import PreemptionCosts
 from .engine import Engine, EngineError, ExecutionConfig
 from .llm import LLM
-from .params import BeamSearchParams, SamplingParams
+from .preemption_costs import PreemptionCosts
 from .request import CompletionOutput, Logprob, Request, RequestOutput, Sample, SampledToken, Status
+from .sampling_params import BeamSearchParams, SamplingParams
 from .scheduler import Scheduler
 from .stats import EngineStats
 from .step import Chunk, Limits, RejectedRequest, ScheduledStep

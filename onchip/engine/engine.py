@@ -22,11 +22,11 @@ from itertools import count
 
 import torch
 
-from onchip.engine.costs import PreemptionCosts
 from onchip.engine.model_runner import InFlightStep, ModelRunner
-from onchip.engine.params import BeamSearchParams, SamplingParams
-from onchip.engine.reports import OutputProcessor
+from onchip.engine.output_processor import OutputProcessor
+from onchip.engine.preemption_costs import PreemptionCosts
 from onchip.engine.request import Request, RequestOutput, Status
+from onchip.engine.sampling_params import BeamSearchParams, SamplingParams
 from onchip.engine.scheduler import Scheduler
 from onchip.engine.stats import EngineStats, StatsRecorder
 from onchip.engine.step import Limits, RejectedRequest

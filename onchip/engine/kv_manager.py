@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from onchip.engine.costs import PreemptionCosts
+from onchip.engine.preemption_costs import PreemptionCosts
 from onchip.engine.request import Request, Sample, Status
 from onchip.engine.step import Chunk
 from onchip.kvcache.pool import NoRoom

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from onchip.engine import memory
-from onchip.engine.chat import Message, get_template
+from onchip.engine.chat_template import Message, get_template
 from onchip.engine.engine import Engine, EngineError, ExecutionConfig
-from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.progress import ProgressBar
 from onchip.engine.ranks import Ranks
 from onchip.engine.request import RequestOutput
+from onchip.engine.sampling_params import BeamSearchParams, SamplingParams
 from onchip.engine.stats import EngineStats
 from onchip.engine.step import Limits, RejectedRequest
+from onchip.engine.text_worker_pool import TextWorker, TextWorkerPool
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, generation_eos
-from onchip.engine.workers import Worker, Workers
 from onchip.models import Model, builtin
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -91,7 +91,7 @@ class LLM:
             execution=ExecutionConfig(graphs=graphs, clock=ranks.clock),
         )
         self._ranks = ranks
-        self._templates = Workers(1)
+        self._templates = TextWorkerPool(1)
         self._batches: dict[str, _PromptBatch] = {}
         self._numbers = count()
         self.engine.warm_up()
@@ -276,7 +276,7 @@ def _load_tokenizer(folder: str | Path) -> FileTokenizer:
     """Load it first in a process with bounded memory: a tokenizer.json that crashes or exhausts
     memory while loading then ends that process, not this one.
     """
-    Worker(folder).close()
+    TextWorker(folder).close()
     return FileTokenizer(folder)
 
 

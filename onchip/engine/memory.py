@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from onchip.engine.engine import Engine, ExecutionConfig
-from onchip.engine.params import MAX_LOGPROBS, SamplingParams
+from onchip.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from onchip.engine.step import Limits
 from onchip.kvcache import Spec
 from onchip.kvcache.swap import CHUNK_BYTES

@@ -20,12 +20,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from onchip.engine.graphs import StepGraphs, fill_in_sampled
-from onchip.engine.params import SamplingParams
+from onchip.engine.cpu_threads import StepThreads
+from onchip.engine.cuda_graphs import StepGraphs, fill_in_sampled
 from onchip.engine.request import Request, Sample, SampledToken
 from onchip.engine.sampler import SamplerOutput, SamplingMetadataCache, compute_logprobs, sample
+from onchip.engine.sampling_params import SamplingParams
 from onchip.engine.step import Chunk, ScheduledStep
-from onchip.engine.threads import StepThreads
 from onchip.kvcache import KVCache
 from onchip.models import Decoder, Model, positions_of
 

@@ -70,9 +70,11 @@ class Ranks:
         chosen = _computed_dtype(checkpoint.dtype, device, chosen)
         if self.is_single:
             return load(checkpoint, device, chosen)
-        from onchip.parallel import tensor  # not before: torch.distributed is slow to import
+        from onchip.parallel import (
+            tensor_parallel,
+        )  # not before: torch.distributed is slow to import
 
-        self._job = tensor.join_group(self._world_size, device)
+        self._job = tensor_parallel.join_group(self._world_size, device)
         sizes = {"rank": self._job.rank, "world_size": self._world_size}
         return self._job.connect(load(checkpoint, device, chosen, **sizes))
 
@@ -107,10 +109,10 @@ class Ranks:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         is_own = not self.is_single and str(device) == "cuda"  # each rank uses one device only
-        found = find_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_own else device)
+        own_device = find_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_own else device)
         if is_own:
-            torch.cuda.set_device(found)
-        return found
+            torch.cuda.set_device(own_device)
+        return own_device
 
 
 def _computed_dtype(

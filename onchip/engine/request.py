@@ -7,8 +7,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from onchip.engine.params import BeamSearchParams, SamplingParams
-from onchip.engine.text import GrowingText
+from onchip.engine.detokenizer import GrowingText
+from onchip.engine.sampling_params import BeamSearchParams, SamplingParams
 from onchip.kvcache.prefix import pack_token_ids
 
 MAX_PRIORITY = 100

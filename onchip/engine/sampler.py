@@ -52,8 +52,8 @@ class LogitEdits:
         logits = logits.to(torch.float32, copy=True)
         if self.repeat is not None:
             rows, tokens, factors = self.repeat
-            seen = logits[rows, tokens]
-            logits[rows, tokens] = torch.where(seen > 0, seen / factors, seen * factors)
+            old = logits[rows, tokens]
+            logits[rows, tokens] = torch.where(old > 0, old / factors, old * factors)
         if self.add is not None:
             rows, tokens, values = self.add
             logits[rows, tokens] += values
@@ -366,8 +366,8 @@ def _make_edits(samples: Sequence[Sample], device: torch.device) -> LogitEdits:
             values.update(dict.fromkeys(request.end_token_ids, float("-inf")))
         add |= {(row, token): value for token, value in values.items()}
         if params.repetition_penalty != 1:
-            seen = {*request.prompt_token_ids, *row_sample.token_ids}
-            repeat |= {(row, token): params.repetition_penalty for token in seen}
+            seen_tokens = {*request.prompt_token_ids, *row_sample.token_ids}
+            repeat |= {(row, token): params.repetition_penalty for token in seen_tokens}
     return LogitEdits(_edit_tensors(add, device), _edit_tensors(repeat, device))
 
 

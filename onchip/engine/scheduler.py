@@ -41,9 +41,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 
-from onchip.engine import beams
-from onchip.engine.costs import PreemptionCosts
+from onchip.engine import beam_search
 from onchip.engine.kv_manager import KVManager, PagedCache, ScheduledTokens, SwapTier
+from onchip.engine.preemption_costs import PreemptionCosts
 from onchip.engine.request import Request, RequestMetrics, Sample, SampledToken, Status
 from onchip.engine.request_queue import RequestQueue
 from onchip.engine.step import Chunk, Limits, RejectedRequest, ScheduledStep
@@ -500,7 +500,7 @@ class Scheduler:
         if request.finished:
             return
         if request.beams and all(s.candidates for s in request.unfinished):
-            if end := beams.advance_beams(request, self._kv):
+            if end := beam_search.advance_beams(request, self._kv):
                 self._finish(request, end)
         elif not request.unfinished:
             failed = [s for s in request.samples if s.end is Status.FINISHED_ERROR]
@@ -516,7 +516,7 @@ class Scheduler:
         request.status = status
         request.metrics = replace(request.metrics, finished_s=self.clock())
         if request.beams:
-            request.samples = beams.select_best(request.samples, request.beams.beam_width)
+            request.samples = beam_search.select_best(request.samples, request.beams.beam_width)
         del self._requests[request.request_id]
         if request.deadline_s is not None:
             del self._deadlines[

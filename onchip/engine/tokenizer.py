@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from onchip.core.extras import advise
-from onchip.engine.components import Components, byte_letters
+from onchip.engine.tokenizer_components import Components, byte_letters
 
 MAX_JSON_BYTES = 100_000_000
 END = "<|endoftext|>"  # text of token 256 in a saved ByteTokenizer
@@ -78,7 +78,7 @@ class FileTokenizer:
 
     The file is a program written by the checkpoint's author. `Components` bounds how much it
     changes the length of a text, and a panic of the library, which is a BaseException, becomes a
-    ValueError. Time is bounded only in a process of `workers.Workers`.
+    ValueError. Time is bounded only in a process of `text_worker_pool.TextWorkerPool`.
 
     chars_per_token: the most characters of a token; None: unbounded.
     """

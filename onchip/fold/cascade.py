@@ -194,8 +194,8 @@ def run(
     for_all, for_own = _split_options(options)
     rows = _packed(plan, q, pages)
     if not plan.levels:
-        asked = {**options, "out_dtype": out_dtype, "return_lse": return_lse}
-        call = _own_call(plan, q, pages, own, asked)
+        call_options = {**options, "out_dtype": out_dtype, "return_lse": return_lse}
+        call = _own_call(plan, q, pages, own, call_options)
         return attend(*call.args, **call.options)
     for_all["out_dtype"] = torch.promote_types(q.dtype, torch.float32)  # unrounded partial states
     for_all["return_lse"] = True

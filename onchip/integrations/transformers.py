@@ -119,9 +119,9 @@ def _mask_from_structure(
     frame: _MaskFrame, reading: ParsedMask, arguments: dict[str, Any]
 ) -> Tensor | None:
     keys = frame.num_reachable if reading.has("causal_mask_function") else frame.kv_length
-    seen = _unpadded_keys(frame, arguments["attention_mask"])
-    if seen is not None and not bool(seen[:, :keys].all()):
-        bounds = _without_padding(_bounds(frame, reading, arguments["device"]), seen)
+    unpadded = _unpadded_keys(frame, arguments["attention_mask"])
+    if unpadded is not None and not bool(unpadded[:, :keys].all()):
+        bounds = _without_padding(_bounds(frame, reading, arguments["device"]), unpadded)
         return _cells(arguments) if bounds is None else bounds
     options = reading.options()
     if options is not None and _may_skip(frame, options, arguments):
@@ -152,8 +152,8 @@ def _unpadded_keys(frame: _MaskFrame, attention_mask: Tensor | None) -> Tensor |
     """bool (batch, kv_length): keys without padding. Keys beyond attention_mask are padding."""
     if attention_mask is None:
         return None
-    seen = attention_mask[:, frame.kv_offset : frame.kv_offset + frame.kv_length]
-    return nn.functional.pad(seen, (0, frame.kv_length - seen.shape[1]))
+    unpadded = attention_mask[:, frame.kv_offset : frame.kv_offset + frame.kv_length]
+    return nn.functional.pad(unpadded, (0, frame.kv_length - unpadded.shape[1]))
 
 
 def _without_padding(bounds: Tensor, seen: Tensor) -> Tensor | None:

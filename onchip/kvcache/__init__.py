@@ -3,8 +3,8 @@ speculative tokens roll back, and sequences swap out to host memory.
 """
 
 from .cache import KVCache, Sequence
+from .page_tensors import Spec
 from .paged_batch import BatchShape, PagedBatch
-from .pages import Spec
 from .pool import NoRoom, PageTable, Pool
 from .prefix import Chain, Hit, PrefixIndex
 from .swap import HostTier, SequenceGroup

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from onchip.kvcache import paged_batch as batches
+from onchip.kvcache.page_tensors import PageTensors, Spec
 from onchip.kvcache.paged_batch import BatchShape, HostTable, Members, PagedBatch
-from onchip.kvcache.pages import PageTensors, Spec
 from onchip.kvcache.pool import NoRoom, PageTable, Pool, as_int, as_ints
 from onchip.kvcache.prefix import Chain, Hit, PrefixIndex, pack_token_ids
 
@@ -340,8 +340,8 @@ class KVCache:
             return f"{sequence!r} is not a sequence"
         if sequence.cache is not self:
             return "a sequence of another cache"
-        gone = sequence.table not in self.pool.tables
-        return f"the sequence was {'freed already' if gone else 'swapped out'}"
+        is_freed = sequence.table not in self.pool.tables
+        return f"the sequence was {'freed already' if is_freed else 'swapped out'}"
 
     def release_row(self, sequence: Sequence) -> None:
         """Take the sequence out of the host table: it is about to be swapped out or freed."""

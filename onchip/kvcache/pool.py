@@ -221,10 +221,10 @@ class Pool:
         if not 0 <= length <= table._length:
             raise ValueError(f"{length=} must be between 0 and the table's {table._length} tokens")
         keep = self._pages_for(length)
-        gone = pages[keep:]
+        dropped = pages[keep:]
         del pages[keep:]
         table._length = length
-        self._release(gone)
+        self._release(dropped)
 
     def free(self, table: PageTable) -> None:
         """Release the pages, last page first, so that a cached sequence loses its tail first."""
@@ -307,10 +307,10 @@ class Pool:
             raise ValueError(f"pages {sorted(new_ids.keys() - held_pages)} are not of these tables")
         for table in tables:
             held = table._pages
-            gone = [page for page in held if page in new_ids]
+            swapped = [page for page in held if page in new_ids]
             held[:] = [new_ids.get(page, page) for page in held]
             table._swapped_out = True
-            self._release(gone)
+            self._release(swapped)
 
     def swap_in(self, tables: Sequence[PageTable], num_pages: int) -> list[int] | NoRoom:
         """Take new pages for the swapped-out ones: entry ~i becomes the i-th returned page."""

@@ -192,9 +192,9 @@ class PrefixIndex:
         if not many:
             del self._followers[entry.parent]
 
-    def _add_stats(self, asked: int, shared: int, copied: int) -> None:
+    def _add_stats(self, requested: int, shared: int, copied: int) -> None:
         a, s, c = self.stats
-        self.stats = PrefixStats(a + asked, s + shared, c + copied)
+        self.stats = PrefixStats(a + requested, s + shared, c + copied)
 
 
 def pack_token_ids(tokens: Sequence[int]) -> array:

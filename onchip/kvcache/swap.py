@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onchip.kvcache import cache as caches
 from onchip.kvcache.cache import KVCache
-from onchip.kvcache.pages import PageTensors, to_device
+from onchip.kvcache.page_tensors import PageTensors, to_device
 from onchip.kvcache.pool import NoRoom, PageTable
 from onchip.kvcache.prefix import Chain
 

@@ -1,5 +1,5 @@
-"""The interactive page: `page` is it, `record` writes its data from real executions, `serve` shows
-it on the loopback with the Python pool behind its playground.
+"""The interactive page. `record` computes its data, `page` writes it as one file, `serve` serves it
+on the loopback with the Python pool behind its playground.
 
 `import onchip.lab` registers the kernels of the papers: kernel="paper_v1" and its siblings.
 """

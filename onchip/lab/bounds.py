@@ -33,33 +33,34 @@ def compulsory(problem: Problem) -> int:
 
 
 def lower_bound(problem: Problem, sram: float) -> int:
-    """Numbers that any algorithm moves that computes each visible q.k as the sum of its d products,
+    """Numbers moved by any algorithm that computes each visible q.k as the sum of its d products
     in any order, with M = sram numbers on the chip: N^2 d^2 / M up to a constant if M >= d^2.
 
-    Divide its transfers into phases of M. In a phase at most 2 M numbers of Q and K are ever on the
-    chip, M from before and M that were moved: a rows of Q and b of K with (a + b) d <= 2 M, which
-    meet in at most a b <= (M / d)^2 products. Other products that end in the phase began before it,
-    and a part of each is among the same 2 M. So at most (M / d)^2 + 2 M products end in a phase.
+    Proof. Divide the transfers into phases of M. In a phase at most 2 M numbers of Q and K are on
+    the chip at some time: M from before, and M that were moved. They are a rows of Q and b of K
+    with (a + b) d <= 2 M, and have at most a b <= (M / d)^2 products. Any other product that ends
+    in the phase began before it, and its partial sum is one of the same 2 M numbers. So at most
+    (M / d)^2 + 2 M products end in a phase.
+
     Raises ValueError for a block mask or packed sequences: a Problem does not hold their pairs.
     """
     if problem.has_mask or problem.packed:
         raise ValueError(
-            "the bound counts the pairs that causal and window leave visible, and this call hides"
-            f" others: has_mask={problem.has_mask}, packed={problem.packed}"
+            "the bound knows the pairs that causal and window hide, and this call hides more:"
+            f" has_mask={problem.has_mask}, packed={problem.packed}"
         )
     if sram == math.inf:
         return compulsory(problem)
     if not sram >= 1:
         raise ValueError(f"{sram=} must be at least 1 number")
-    ended = (sram / problem.head_dim) ** 2 + 2 * sram
-    phases = int(-(-_pairs(problem) // ended))  # the last phase may be short
+    products_per_phase = (sram / problem.head_dim) ** 2 + 2 * sram
+    phases = int(-(-_pairs(problem) // products_per_phase))  # the last phase may be short
     return max(compulsory(problem), int(sram * (phases - 1)))
 
 
 def recompute_below(itemsize: int, ridge: float) -> float:
-    """The head_dim below which computing a score again (2 d flops) takes less time than storing its
-    probability and loading it (2 itemsize bytes), on a machine with a ridge of so many flops per
-    byte.
+    """The head_dim below which recomputing a score (2 d flops) takes less time than storing and
+    loading its probability (2 itemsize bytes). ridge: the flops per byte of the device.
     """
     return itemsize * ridge
 

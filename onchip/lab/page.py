@@ -46,8 +46,8 @@ def _inline(text: str, pattern: re.Pattern[str], tag: str) -> tuple[str, str]:
     """The text with files in place of their names, and the hashes that let a browser run them."""
     hashes = []
 
-    def element(found: re.Match[str]) -> str:
-        content = f"\n{_read(found[1])}"
+    def element(match: re.Match[str]) -> str:
+        content = f"\n{_read(match[1])}"
         hashes.append(f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'")
         return f"<{tag}>{content}</{tag}>"
 

@@ -1,4 +1,4 @@
-"""The published kernels tile by tile and byte by byte, and the time of those bytes on devices."""
+"""Data of the figures about papers: bytes and tiles of the published kernels, rates of devices."""
 
 import math
 from collections import Counter
@@ -13,8 +13,8 @@ from onchip import masks
 from onchip.cost import make_problem
 from onchip.cost.hardware import TABLE, Hardware
 from onchip.lab import traffic
-from onchip.lab.numbers import shown
 from onchip.lab.published.ledger import TileVisit, ledger
+from onchip.lab.rounding import round_significant
 from onchip.lab.traffic import Chip
 from onchip.parallel.machines import H200, LENGTHS
 
@@ -34,13 +34,15 @@ EXECUTED = 2048  # the longest that runs while the page is written
 # Algorithm 0 is three kernels: what each does, and which tensors it reads and writes.
 PHASES = (
     ("S = QKᵀ is written to HBM", ("q", "k"), ("s",)),
-    ("S comes back, P = softmax(S) is written", ("s",), ("p", "l, m")),
-    ("P comes back, O = PV is written", ("p", "v"), ("o",)),
+    ("S is read, P = softmax(S) is written", ("s",), ("p", "l, m")),
+    ("P is read, O = PV is written", ("p", "v"), ("o",)),
 )
 
 
 def race() -> dict[str, Any]:
-    """Bytes of one head by algorithm and length, in the order in which they move."""
+    """The bytes that each algorithm moves for one head at each length, in the order in which they
+    move.
+    """
     return {
         "lengths": RACED,
         "executed": EXECUTED,
@@ -48,16 +50,16 @@ def race() -> dict[str, Any]:
         "dtype": str(HALF).removeprefix("torch."),
         "sram_bytes": SRAM_BYTES,
         "titles": TITLES,
-        "runs": {name: [_moved(name, n) for n in RACED] for name in KERNELS},
+        "runs": {name: [_count_moved(name, n) for n in RACED] for name in KERNELS},
         "devices": [_levels(device) for device in TABLE],
     }
 
 
-def _moved(name: str, seqlen: int) -> dict[str, Any]:
+def _count_moved(name: str, seqlen: int) -> dict[str, Any]:
     if seqlen <= EXECUTED:
-        book = executed(name, seqlen)
+        book = run_with_ledger(name, seqlen)
     else:
-        book = counted(name, seqlen, HEAD_DIM, HALF, SRAM)
+        book = count_traffic(name, seqlen, HEAD_DIM, HALF, SRAM)
     reads, writes = (_by_tensor(counts) for counts in (book.reads, book.writes))
     tensors = [t for t in ("q", "k", "v", "s", "p", "o", "l, m") if reads[t] or writes[t]]
     return {
@@ -66,18 +68,18 @@ def _moved(name: str, seqlen: int) -> dict[str, Any]:
     }
 
 
-def executed(name: str, seqlen: int) -> Any:
-    """The ledger of a call that runs."""
+def run_with_ledger(name: str, seqlen: int) -> Any:
+    """Run a call and return its ledger."""
     q, k, v = inputs(seqlen, HEAD_DIM).to(HALF).unbind(0)
     with ledger(SRAM, scratch=HALF) as book:
         onchip.attention(q, k, v, kernel=KERNELS[name])
     return book
 
 
-def counted(
+def count_traffic(
     name: str, seqlen: int, head_dim: int, dtype: torch.dtype, sram: float
 ) -> traffic.Traffic:
-    """The same of one that does not: with numbers in HBM in the type of the inputs."""
+    """The counts of a call that is not run. Intermediates in HBM have the dtype of the inputs."""
     problem = make_problem(seqlen, head_dim=head_dim, dtype=dtype)
     return FORMULAS[name](problem, Chip(sram, scratch=dtype))
 
@@ -93,7 +95,11 @@ def _by_tensor(counts: Counter[str]) -> Counter[str]:
 
 def _phases(name: str, reads: Counter[str], writes: Counter[str]) -> list[dict[str, Any]]:
     if name != "standard":
-        what = "tiles come, only O leaves" if name == "v2" else "tiles come, O comes and goes"
+        what = (
+            "tiles are read, O is written once"
+            if name == "v2"
+            else "tiles are read, O is read and written"
+        )
         return [{"what": what, "read": reads.total(), "write": writes.total()}]
     total = lambda counts, tensors: sum(counts[t] for t in tensors)
     return [
@@ -111,7 +117,7 @@ def _levels(device: Hardware) -> dict[str, Any]:
 SEQLEN, TILE, PATCHES, NUMBERS = 1024, 128, 8, 4
 WATCHED = tuple(range(40, SEQLEN, 64))
 WINDOW = 255
-NEAR = 96  # tokens that share what they say
+NEAR = 96  # tokens over which inputs are correlated
 MASKS: dict[str, dict[str, Any]] = {
     "none": {},
     "causal": {"causal": True},
@@ -143,27 +149,34 @@ def loops() -> dict[str, Any]:
 
 
 class _Run:
-    """A call that is watched."""
+    """One call of a published kernel, with the state of the watched rows after every tile."""
 
     def __init__(self, name: str, mask: str, x: Tensor):
         self.steps: list[list[int]] = []
         self.states: list[list[list[Any]]] = []
         self.pooled: dict[int, Tensor] = {}
-        with ledger(watch=self._see, tiles=(TILE, TILE)) as book:
+        with ledger(watch=self._record, tiles=(TILE, TILE)) as book:
             onchip.attention(*x, kernel=KERNELS[name], **MASKS[mask])
         self.total = book.hbm_bytes
 
     def data(self) -> dict[str, Any]:
         return {"steps": self.steps, "states": self.states, "total": self.total}
 
-    def _see(self, step: TileVisit) -> None:
+    def _record(self, step: TileVisit) -> None:
         i, j = step.rows[0] // TILE, step.keys[0] // TILE
         self.steps.append([i, j, step.read_bytes, step.write_bytes])
         states = []
         for n, q in enumerate(WATCHED):
-            if found := step.row(0, 0, q):
-                m, l, acc = found
-                states.append([n, shown(m), shown(l), *shown(acc[:NUMBERS])])
+            if state := step.row(0, 0, q):
+                m, l, acc = state
+                states.append(
+                    [
+                        n,
+                        round_significant(m),
+                        round_significant(l),
+                        *round_significant(acc[:NUMBERS]),
+                    ]
+                )
         self.states.append(states)
         patches = torch.nn.functional.max_pool2d(step.s[0, :1], TILE // PATCHES)
         self.pooled[i * (SEQLEN // TILE) + j] = patches.flatten()
@@ -180,12 +193,12 @@ class _Run:
 
 
 def _rows(out: Tensor) -> Any:
-    return shown(out[0, WATCHED, 0, :NUMBERS])
+    return round_significant(out[0, WATCHED, 0, :NUMBERS])
 
 
 def inputs(seqlen: int, head_dim: int) -> Tensor:
-    """q, k and v (3, 1, seqlen, 1, head_dim): what a token says resembles its neighbours, so that
-    scores have a shape one can see.
+    """q, k and v (3, 1, seqlen, 1, head_dim). Neighbouring tokens are correlated: otherwise the
+    picture of the scores would be noise.
     """
     generator = torch.Generator().manual_seed(0)
     noise, steps = torch.randn(2, 3, seqlen, head_dim, generator=generator)
@@ -202,7 +215,7 @@ CONTEXTS = tuple(2**n for n in range(8, 21))
 
 def lengths() -> dict[str, Any]:
     """Per head: bytes moved, flops, exps and extra memory, by type, head_dim and length; the rates
-    of devices; TFLOP/s of our kernel where it was measured. Bytes are the least of each algorithm,
+    of devices; measured TFLOP/s of onchip's kernel. Bytes are the least of each algorithm,
     because a real chip has an L2 that keeps tiles: S and P, written and read, and every other
     tensor once.
     """
@@ -224,7 +237,7 @@ def lengths() -> dict[str, Any]:
 
 
 def _counts(name: str, seqlen: int, head_dim: int, dtype: torch.dtype) -> list[int]:
-    book = counted(name, seqlen, head_dim, dtype, math.inf)
+    book = count_traffic(name, seqlen, head_dim, dtype, math.inf)
     extra = seqlen * (head_dim * dtype.itemsize + 4)  # out and lse
     if name == "standard":
         extra += 2 * seqlen**2 * dtype.itemsize  # S and P
@@ -237,7 +250,7 @@ def _rates(device: Hardware) -> dict[str, Any]:
         "name": device.name,
         "memory_bytes": device.memory.size_bytes,
         "bytes_s": device.memory_bytes_s,
-        "flops": [shown(device.flops(dtype)) for dtype in DTYPES],
+        "flops": [round_significant(device.flops(dtype)) for dtype in DTYPES],
         "has_tensor": [device.has_tensor(dtype) for dtype in DTYPES],
         "exps_s": device.exps_s,
         "launch_s": device.launch_s,

@@ -1,5 +1,5 @@
-"""A small page pool as a toy: sequences of words that are added, continued, forked, beam-searched,
-rolled back and freed.
+"""A small page pool to play with: sequences of words that are added, continued, forked,
+beam-searched, rolled back and freed.
 
 Pool and PrefixIndex are the classes of the key/value cache. A slot holds its word in place of keys
 and values, which shows the shared pages, the copied pages, and the contents that a free page keeps.
@@ -78,7 +78,7 @@ class Playground:
 
     def do(self, operation: Operation) -> dict[str, Any]:
         """{"do": NAME, ...}: add (text), generate (name; null: all), fork, beam, free (name),
-        truncate (name, count), reset. Gives {"ok", "say"}; ValueError for what is no operation.
+        truncate (name, count), reset. Returns {"ok", "say"}. ValueError: no such operation.
         """
         name = operation.get("do")
         if name not in OPERATIONS:
@@ -108,7 +108,7 @@ class Playground:
         }
 
     def read(self, sequence: WordSequence) -> list[str]:
-        """The words of a sequence, as its table leads to them."""
+        """The words of a sequence, read from its pages."""
         slots = (divmod(i, self.pool.page_size) for i in range(sequence.table.length))
         return [self.memory[sequence.table[place]][slot] for place, slot in slots]
 
@@ -125,25 +125,25 @@ class Playground:
         words = _words(operation.get("text"))
         if len(self.ids) > MAX_VOCABULARY:
             raise OperationRefused(f"More than {MAX_VOCABULARY} words were used: start over.")
-        self._check_seats(1)
+        self._check_num_sequences(1)
         tokens = [self._id(word) for word in words]
         root = self.index.root()
         hit = self.index.match(tokens, root)
         table = self.pool.adopt(hit.pages)
         copied = self._copy_partial_page(table, hit.source, hit.copied)
-        found = table.length
-        grown = self.pool.extend(table, len(tokens) - found)
+        num_cached = table.length
+        grown = self.pool.extend(table, len(tokens) - num_cached)
         if isinstance(grown, NoRoom):
             self.pool.free(table)
             self.copies = []
         name = self._name()
         sequence = WordSequence(name, name, table, tokens, Chain(root, hit.keys))
-        self._wrote([sequence], [found], _roomy(grown))
+        self._write([sequence], [num_cached], _require_room(grown))
         self.sequences[name] = sequence
         return _describe_hit(name, len(tokens), len(hit.pages), copied)
 
     def _copy_partial_page(self, table: PageTable, source: int | None, count: int) -> int:
-        """Words that come by copying the start of a page; none if there is no page to copy to."""
+        """The number of words that a copy of a page's start provides; 0 if no page is free."""
         copies = [] if source is None else self.pool.copy_partial_page(table, source, count)
         if not copies or isinstance(copies, NoRoom):
             return 0
@@ -152,44 +152,44 @@ class Playground:
 
     def _generate(self, operation: Operation) -> str:
         name = operation.get("name")
-        chosen = list(self.sequences.values()) if name is None else [self._known(name)]
+        chosen = list(self.sequences.values()) if name is None else [self._find_sequence(name)]
         if not chosen:
             raise OperationRefused("There is no sequence yet: add one.")
         self._grow(chosen, range(self.drawn, self.drawn + len(chosen)))
         self.drawn += len(chosen)
-        return f"{_names(chosen)} drew a word.{_copied(self.copies)}"
+        return f"{_names(chosen)} drew a word.{_describe_copies(self.copies)}"
 
     def _fork(self, operation: Operation) -> str:
-        parent = self._known(operation.get("name"))
-        self._check_seats(1)
+        parent = self._find_sequence(operation.get("name"))
+        self._check_num_sequences(1)
         child = self._child(parent)
         held = _count(len(child.table), "page")
-        return f"{child.name} is {parent.name} once more: {held}, none of them new."
+        return f"{child.name} is {parent.name} forked: {held}, none of them new."
 
     def _beam(self, operation: Operation) -> str:
         """One step of beam search over all sequences with the same root. Every beam proposes words
         and the cheapest BEAM_WIDTH proposals survive. A beam with several survivors is forked, a
         beam without any is freed.
         """
-        family = self._known(operation.get("name")).family
+        family = self._find_sequence(operation.get("name")).family
         beams = [s for s in self.sequences.values() if s.family == family]
         winners, drawn = self._winners(beams)
-        self._check_seats(len(winners) - len({parent.name for _, _, parent in winners}))
-        runners: list[WordSequence] = []
+        self._check_num_sequences(len(winners) - len({parent.name for _, _, parent in winners}))
+        survivors: list[WordSequence] = []
         for _, _, parent in winners:
-            runners.append(self._child(parent) if parent in runners else parent)
+            survivors.append(self._child(parent) if parent in survivors else parent)
         try:
-            self._grow(runners, [draw for _, draw, _ in winners])
+            self._grow(survivors, [draw for _, draw, _ in winners])
         except OperationRefused:
-            self._drop([s for s in runners if s not in beams])
+            self._drop([s for s in survivors if s not in beams])
             raise
-        for runner, (cost, _, _) in zip(runners, winners, strict=True):
-            runner.cost = cost
+        for survivor, (cost, _, _) in zip(survivors, winners, strict=True):
+            survivor.cost = cost
         self.drawn += drawn
-        losers = [s for s in beams if s not in runners]
+        losers = [s for s in beams if s not in survivors]
         self._drop(losers)
-        gone = f" {_names(losers)} lost." if losers else ""
-        return f"The beam goes on as {_names(runners)}.{gone}{_copied(self.copies)}"
+        dropped = f" {_names(losers)} dropped." if losers else ""
+        return f"The beams are now {_names(survivors)}.{dropped}{_describe_copies(self.copies)}"
 
     def _winners(
         self, beams: list[WordSequence]
@@ -204,41 +204,43 @@ class Playground:
         return sorted(proposed, key=lambda one: one[:2])[:BEAM_WIDTH], len(proposed)
 
     def _truncate(self, operation: Operation) -> str:
-        sequence, count = self._known(operation.get("name")), operation.get("count", 1)
+        sequence, count = self._find_sequence(operation.get("name")), operation.get("count", 1)
         if type(count) is not int or count < 0:
             raise ValueError(f"{count=} must be a number of words")
         length = max(1, sequence.table.length - count)
-        gone = sequence.table.length - length
+        num_removed = sequence.table.length - length
         self.pool.truncate(sequence.table, length)
         del sequence.tokens[length:]
         del sequence.chain.keys[length // self.pool.page_size :]
-        return f"{sequence.name} took back {_count(gone, 'word')}."
+        return f"{sequence.name} lost {_count(num_removed, 'word')}."
 
     def _free(self, operation: Operation) -> str:
-        sequence = self._known(operation.get("name"))
+        sequence = self._find_sequence(operation.get("name"))
         before = self.pool.num_free
         self._drop([sequence])
         held = _count(self.pool.num_free - before, "page")
-        return f"{sequence.name} is gone: {held} free again, and cached until taken."
+        return f"{sequence.name} is freed: {held} free again, and cached until taken."
 
     def _reset(self, operation: Operation) -> str:
         self.__init__(self.pool.num_pages, self.pool.page_size)
         return f"All {self.pool.capacity} pages are blank."
 
     def _grow(self, sequences: list[WordSequence], draws: abc.Iterable[int]) -> None:
-        """One more word for each, all or none."""
+        """Add one word to each sequence, or to none if pages are short."""
         if longest := next((s for s in sequences if s.table.length >= MAX_WORDS), None):
             raise OperationRefused(
-                f"{longest.name} has {MAX_WORDS} words: sequences end there, here."
+                f"{longest.name} has {MAX_WORDS} words, the most that a sequence may have here."
             )
         starts = [s.table.length for s in sequences]
-        copies = _roomy(self.pool.extend_all([s.table for s in sequences], [1] * len(sequences)))
+        copies = _require_room(
+            self.pool.extend_all([s.table for s in sequences], [1] * len(sequences))
+        )
         for sequence, draw in zip(sequences, draws, strict=True):
             sequence.tokens.append(self._id(DRAWN[draw * STRIDE % len(DRAWN)]))
-        self._wrote(sequences, starts, copies)
+        self._write(sequences, starts, copies)
 
-    def _wrote(self, sequences: list[WordSequence], starts: list[int], copies: list[Copy]) -> None:
-        """Copy pages, write the words from `starts` on, let others find them."""
+    def _write(self, sequences: list[WordSequence], starts: list[int], copies: list[Copy]) -> None:
+        """Copy pages, write the words from `starts` on, and publish them to the prefix index."""
         size = self.pool.page_size
         self._copy(copies)
         for s, start in zip(sequences, starts, strict=True):
@@ -265,14 +267,14 @@ class Playground:
             self.pool.free(s.table)
             del self.sequences[s.name]
 
-    def _known(self, name: object) -> WordSequence:
+    def _find_sequence(self, name: object) -> WordSequence:
         if name not in self.sequences:
             raise OperationRefused(f"There is no sequence {name}.")
         return self.sequences[str(name)]
 
-    def _check_seats(self, count: int) -> None:
+    def _check_num_sequences(self, count: int) -> None:
         if len(self.sequences) + count > MAX_SEQUENCES:
-            raise OperationRefused(f"{MAX_SEQUENCES} sequences are enough: free one.")
+            raise OperationRefused(f"{MAX_SEQUENCES} sequences are the most: free one.")
 
     def _name(self) -> str:
         self.named += 1
@@ -290,15 +292,15 @@ def _words(text: object) -> list[str]:
     if not words:
         raise OperationRefused("Type some words first.")
     if len(words) > MAX_WORDS or max(map(len, words)) > MAX_LETTERS:
-        raise OperationRefused(f"At most {MAX_WORDS} words of {MAX_LETTERS} letters, please.")
+        raise OperationRefused(f"At most {MAX_WORDS} words of {MAX_LETTERS} letters are accepted.")
     return words
 
 
-def _roomy(answer: T | NoRoom) -> T:
+def _require_room(answer: T | NoRoom) -> T:
     if isinstance(answer, NoRoom):
         raise OperationRefused(
             f"That needs {_count(answer.needed, 'page')} and {answer.free} are free: free a"
-            " sequence, or take words back."
+            " sequence, or remove words."
         )
     return answer
 
@@ -308,10 +310,10 @@ def _describe_hit(name: str, num_words: int, shared: int, copied: int) -> str:
         return f"{name} has {_count(num_words, 'word')}, all of them new."
     parts = [_count(shared, "page") + " shared"] if shared else []
     parts += [_count(copied, "word") + " copied"] if copied else []
-    return f"{name} was here before in part: {', '.join(parts)}. Only the rest is computed."
+    return f"{name} is partly cached: {', '.join(parts)}. Only the rest is computed."
 
 
-def _copied(copies: list[Copy]) -> str:
+def _describe_copies(copies: list[Copy]) -> str:
     pages = " ".join(f"Page {a} was shared, so it was copied to {b}." for a, b in copies)
     return f" {pages}" if pages else ""
 

@@ -1,7 +1,7 @@
-"""The data of the page, from real executions: nothing in it is typed in.
+"""The data of the page, from real executions: no number in it is written by hand.
 
-Each function gives the data of one figure, as JSON takes it. Numbers are rounded to what a page can
-show after everything was computed.
+Each function returns the data of one figure, ready for JSON. Numbers are computed in full precision
+and rounded at the end.
 """
 
 import re
@@ -15,7 +15,7 @@ from torch import Tensor
 import onchip
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from onchip.lab import papers, playground
-from onchip.lab.numbers import shown
+from onchip.lab.rounding import round_significant
 from onchip.models import Decoder, about, builtin, load
 from onchip.parallel.machines import H200, LINKS, Fabric
 from onchip.parallel.simulate import LAYOUTS, LayerShape, RingStep, merge_seconds, rounds, seconds
@@ -24,10 +24,10 @@ SENTENCE = "I swam across the river to get to the other bank."
 FIGURES = ("bytes", "algebra", "tiles", "length", "pages", "ring", "rows")
 
 
-def everything(model: str | Path = builtin.NAME) -> dict[str, Any]:
+def record_figures(model: str | Path = builtin.NAME) -> dict[str, Any]:
     """The data of all figures, and the version that recorded them. model: the source of the
-    attention rows, the built-in model or a folder. Runs in one thread: the calls are so small that
-    several threads would only wait for one another.
+    attention rows, the built-in model or a folder. Runs in one thread: for calls this small,
+    several threads would take longer.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -44,7 +44,10 @@ def algebra() -> dict[str, Any]:
     """Scores of one query over eight keys, and their values, of two numbers each."""
     q, k, v = torch.randn(3, 8, 2, generator=torch.Generator().manual_seed(21), dtype=torch.float64)
     s = 3 * q[0] @ k.mT
-    return {"scores": shown(s.round(decimals=1)), "values": shown(v.round(decimals=1))}
+    return {
+        "scores": round_significant(s.round(decimals=1)),
+        "values": round_significant(v.round(decimals=1)),
+    }
 
 
 FABRICS = (
@@ -59,8 +62,8 @@ LENGTHS = tuple(2**n for n in range(13, 21))
 
 
 def ring() -> dict[str, Any]:
-    """What events of a ring attention step last: kernels and merges of the three kinds of rounds on
-    an H200 as it was measured, messages over stated links. costs and messages are listed by layout
+    """Durations in a ring attention step: kernels and merges of the three kinds of rounds as
+    measured on an H200, messages over links as specified. costs and messages are nested by layout
     or fabric, then pass, number of devices, length.
     """
     step = lambda layout, backward, n, tokens: RingStep(tokens, n, layout, backward=backward)
@@ -87,19 +90,22 @@ def _grid(first, cell) -> list[Any]:
 
 
 def _costs(step: RingStep) -> list[list[float]]:
-    """[kernel, merge] seconds of a round with one's own keys, with a lower rank's, a higher's."""
-    return [[shown(cost(step, r)) for cost in (seconds, merge_seconds)] for r in rounds(step)]
+    """[kernel, merge] seconds of a round with the rank's own keys, a lower rank's, a higher's."""
+    return [
+        [round_significant(cost(step, r)) for cost in (seconds, merge_seconds)]
+        for r in rounds(step)
+    ]
 
 
 def _messages(fabric: Fabric, step: RingStep) -> list[list[float]]:
     """[inside a node, between nodes] seconds of K and V, of dK and dV."""
     links = (fabric.inside, fabric.between or fabric.inside)
-    over = lambda size: [shown(link.latency_s + size / link.bytes_s) for link in links]
+    over = lambda size: [round_significant(link.latency_s + size / link.bytes_s) for link in links]
     return [over(step.kv_bytes), over(step.dkv_bytes)]
 
 
 def pages() -> dict[str, Any]:
-    """The rules of the playground, for the twin that has no Python behind it."""
+    """The constants of the playground, for site/pool.js."""
     names = (
         "num_pages",
         "page_size",
@@ -112,8 +118,8 @@ def pages() -> dict[str, Any]:
     return {name: getattr(playground, name.upper()) for name in names}
 
 
-class Watched:
-    """Attention that keeps the weights of chosen rows in every layer it serves."""
+class WeightRecorder:
+    """Attention that also records the weights of some rows, in every layer."""
 
     def __init__(self, rows: list[int]):
         self.rows = rows
@@ -131,14 +137,17 @@ def rows(sentence: str = SENTENCE, model: str | Path = builtin.NAME) -> dict[str
     """The attention of a model's last tokens: weights[layer][head][word] are the weights of the
     last token of a word over all tokens; owners[token] is the word of a token.
     """
-    tokenizer, decoder = _speaker(model)
+    tokenizer, decoder = _load_model(model)
     tokens = tokenizer.encode(sentence)
     owners = _owners(sentence, [tokenizer.decode(tokens[: i + 1]) for i in range(len(tokens))])
     last = [i for i, owner in enumerate(owners) if owner not in owners[i + 1 :]]
-    watched = Watched(last)
+    recorder = WeightRecorder(last)
     positions = torch.arange(len(tokens))[None]
-    decoder.run(torch.tensor([tokens]), positions, watched)
-    weights = [[[shown(row, 5) for row in head] for head in layer] for layer in watched.weights]
+    decoder.run(torch.tensor([tokens]), positions, recorder)
+    weights = [
+        [[round_significant(row, 5) for row in head] for head in layer]
+        for layer in recorder.weights
+    ]
     words = re.findall(r"\S+", sentence)
     note = about(model) or f"its weights are those of {decoder.config.model_type} in its folder"
     return {
@@ -150,7 +159,7 @@ def rows(sentence: str = SENTENCE, model: str | Path = builtin.NAME) -> dict[str
     }
 
 
-def _speaker(model: str | Path) -> tuple[Tokenizer, Decoder]:
+def _load_model(model: str | Path) -> tuple[Tokenizer, Decoder]:
     if model == builtin.NAME:
         return ByteTokenizer(), builtin.tiny()
     return FileTokenizer(model), load(model, dtype=torch.float32)

@@ -26,7 +26,7 @@ EVICT_S = 1.0  # to close an evicted connection
 
 
 class LabServer(ThreadingHTTPServer):
-    """One page and one playground for everybody; port 0 is any that is free."""
+    """Serves the page, and one playground that all clients share. Port 0: any free port."""
 
     daemon_threads = True
 
@@ -36,8 +36,8 @@ class LabServer(ThreadingHTTPServer):
         for operation in OPENING:
             self.playground.do(operation)
         self.lock = Lock()
-        self.seats = BoundedSemaphore(MAX_CONNECTIONS)
-        self.seated: dict[socket.socket, None] = {}  # the oldest first
+        self.connection_slots = BoundedSemaphore(MAX_CONNECTIONS)
+        self.open_connections: dict[socket.socket, None] = {}  # the oldest first
         super().__init__((host, port), Handler)
 
     @property
@@ -46,37 +46,38 @@ class LabServer(ThreadingHTTPServer):
         return f"http://{host}:{port}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own. If all are taken, the oldest connection ends: a request takes
-        milliseconds, so that one is a client that sends nothing, or drips.
+        """Handle the request in a thread of its own. If all slots are taken, close the oldest
+        connection: a request takes milliseconds, so the client of that one sends nothing, or only
+        a byte now and then.
         """
-        if not self.seats.acquire(blocking=False):
+        if not self.connection_slots.acquire(blocking=False):
             self._evict_oldest()
-            if not self.seats.acquire(timeout=EVICT_S):
+            if not self.connection_slots.acquire(timeout=EVICT_S):
                 self.shutdown_request(request)
                 return
-        self.seated[request] = None
+        self.open_connections[request] = None
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.seated.pop(request, None)
-            self.seats.release()
+            self.open_connections.pop(request, None)
+            self.connection_slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves, or is made to, is no error of this server."""
+        """Connections that the client or an eviction closed are not errors."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
     def _evict_oldest(self) -> None:
-        for oldest in list(self.seated)[:1]:
-            self.seated.pop(oldest, None)
+        for oldest in list(self.open_connections)[:1]:
+            self.open_connections.pop(oldest, None)
             with suppress(OSError):  # it may have ended meanwhile
                 oldest.shutdown(socket.SHUT_RDWR)
 
     def play(self, operation: Mapping[str, Any] | None) -> dict[str, Any]:
-        """An operation (None: a look), its answer and what there is after it."""
+        """Run an operation (None: none). Return its answer and the state after it."""
         with self.lock:
             answer = {"ok": True, "say": ""} if operation is None else self.playground.do(operation)
             return {**answer, "state": self.playground.state()}

@@ -27,7 +27,7 @@ from onchip.kernels.tiles import (
 )
 from onchip.masks import BlockMask, Visibility
 
-from .visits import Visits, page_ids, row_mask_words, shares, visits
+from .visits import Visits, count_page_ids, count_row_mask_words, count_visits, even_parts
 
 Lengths = Sequence[tuple[int, int]]
 WORD_BYTES = 4  # a word of mask bits: 32 keys of a query
@@ -100,7 +100,7 @@ def standard(
 ) -> Traffic:
     """Algorithm 0, the forward. With unlimited SRAM: 4 N^2 + 4 N d numbers, and lse."""
     return _over_heads(
-        problem, mask, lengths, lambda rule: _standard_head(_Count(problem, chip), rule)
+        problem, mask, lengths, lambda rule: _standard_head(_Sizes(problem, chip), rule)
     )
 
 
@@ -114,11 +114,11 @@ def standard_backward(
     """Algorithm 3, from the P that the forward stored. With unlimited SRAM: 7 N^2 + 8 N d. dlse:
     whether lse has a gradient, too.
     """
-    count = _Count(problem, chip)
+    sizes = _Sizes(problem, chip)
     heads = _over_heads(
-        problem, mask, lengths, lambda rule: _standard_backward_head(count, rule, dlse)
+        problem, mask, lengths, lambda rule: _standard_backward_head(sizes, rule, dlse)
     )
-    return heads + _closing(count, lengths, summed_in_hbm=False)
+    return heads + _finish_gradients(sizes, lengths, summed_in_hbm=False)
 
 
 def v1(
@@ -128,10 +128,10 @@ def v1(
     lengths: Lengths | None = None,
 ) -> Traffic:
     """FlashAttention, Algorithms 1 and 5: the forward."""
-    count = _Count(problem, chip)
-    tiles = count.tiles(paper_v1_tiles)
+    sizes = _Sizes(problem, chip)
+    tiles = sizes.tiles(paper_v1_tiles)
     return _over_heads(
-        problem, mask, lengths, lambda rule: _v1_head(count, visits(rule, tiles, skips=False))
+        problem, mask, lengths, lambda rule: _v1_head(sizes, count_visits(rule, tiles, skips=False))
     )
 
 
@@ -143,15 +143,15 @@ def v1_backward(
     dlse: bool = False,
 ) -> Traffic:
     """FlashAttention, Algorithm 4, from (O, l, m, seed)."""
-    count = _Count(problem, chip)
-    tiles = count.tiles(paper_v1_tiles)
+    sizes = _Sizes(problem, chip)
+    tiles = sizes.tiles(paper_v1_tiles)
     heads = _over_heads(
         problem,
         mask,
         lengths,
-        lambda rule: _v1_backward_head(count, visits(rule, tiles, skips=False), dlse),
+        lambda rule: _v1_backward_head(sizes, count_visits(rule, tiles, skips=False), dlse),
     )
-    return heads + _closing(count, lengths)
+    return heads + _finish_gradients(sizes, lengths)
 
 
 def v2(
@@ -161,10 +161,10 @@ def v2(
     lengths: Lengths | None = None,
 ) -> Traffic:
     """FlashAttention-2, Algorithm 1: the forward. v4 has the same bytes and flops."""
-    count = _Count(problem, chip)
-    tiles = count.tiles(paper_v2_tiles)
+    sizes = _Sizes(problem, chip)
+    tiles = sizes.tiles(paper_v2_tiles)
     return _over_heads(
-        problem, mask, lengths, lambda rule: _v2_head(count, visits(rule, tiles, skips=True))
+        problem, mask, lengths, lambda rule: _v2_head(sizes, count_visits(rule, tiles, skips=True))
     )
 
 
@@ -176,24 +176,24 @@ def v2_backward(
     dlse: bool = False,
 ) -> Traffic:
     """FlashAttention-2, Algorithm 2, from (O, lse, seed)."""
-    count = _Count(problem, chip)
-    tiles = count.tiles(paper_v2_backward_tiles)
+    sizes = _Sizes(problem, chip)
+    tiles = sizes.tiles(paper_v2_backward_tiles)
     heads = _over_heads(
         problem,
         mask,
         lengths,
-        lambda rule: _v2_backward_head(count, visits(rule, tiles, skips=True), dlse),
+        lambda rule: _v2_backward_head(sizes, count_visits(rule, tiles, skips=True), dlse),
     )
-    return heads + _closing(count, lengths)
+    return heads + _finish_gradients(sizes, lengths)
 
 
 def split_kv(
     problem: Problem, num_splits: int, chip: Chip = DEFAULT, lengths: Lengths | None = None
 ) -> Traffic:
-    """v2 over num_splits shares of the keys, and the merge of their results."""
+    """v2 over num_splits even_parts of the keys, and the merge of their results."""
     _check("num_splits", num_splits)
-    count = _Count(problem, chip)
-    return _over_heads(problem, None, lengths, lambda rule: _split_head(count, rule, num_splits))
+    sizes = _Sizes(problem, chip)
+    return _over_heads(problem, None, lengths, lambda rule: _split_head(sizes, rule, num_splits))
 
 
 def paged(
@@ -201,17 +201,17 @@ def paged(
 ) -> Traffic:
     """v2 of a batch with paged keys: each visit reads the ids of its pages."""
     _check("page_size", page_size)
-    _plain(problem)
+    _check_dense(problem)
     if len(cache_seqlens) != problem.batch or min(cache_seqlens, default=0) < 0:
         raise ValueError(
             f"cache_seqlens must be the lengths of {problem.batch} sequences, got {cache_seqlens}"
         )
-    count = _Count(problem, chip)
-    tiles, total = count.tiles(paper_v2_tiles), Traffic()
+    sizes = _Sizes(problem, chip)
+    tiles, total = sizes.tiles(paper_v2_tiles), Traffic()
     for seqlen_k in cache_seqlens:
         rule = Visibility(problem.seqlen_q, seqlen_k, problem.causal, problem.window_size)
-        ids = Traffic(Counter(page_table=4 * page_ids(rule, tiles, page_size)))
-        total += _v2_head(count, visits(rule, tiles, skips=True)) + ids
+        ids = Traffic(Counter(page_table=4 * count_page_ids(rule, tiles, page_size)))
+        total += _v2_head(sizes, count_visits(rule, tiles, skips=True)) + ids
     return total * problem.num_heads
 
 
@@ -219,14 +219,14 @@ def cascade(problem: Problem, prefix: int, chip: Chip = DEFAULT) -> Traffic:
     """A batch with `prefix` shared keys before the keys of the problem: v2 over the prefix with the
     queries of all sequences as rows, v2 over each sequence's own keys, and the merge.
     """
-    _plain(problem)
+    _check_dense(problem)
     if prefix < 0:
         raise ValueError(f"{prefix=} must be a number of keys")
-    count = _Count(problem, chip)
+    sizes = _Sizes(problem, chip)
     rows = problem.batch * problem.seqlen_q
-    shared = _part_head(count, Visibility(rows, prefix))
+    shared = _part_head(sizes, Visibility(rows, prefix))
     own = Visibility(problem.seqlen_q, problem.seqlen_k, problem.causal, problem.window_size)
-    each = _part_head(count, own) + _merge_head(count, problem.seqlen_q, 2)
+    each = _part_head(sizes, own) + _merge_head(sizes, problem.seqlen_q, 2)
     return (shared + each * problem.batch) * problem.num_heads
 
 
@@ -237,12 +237,12 @@ def ring(
     `k.sent` and `v.sent` are the bytes on the links.
     """
     _check("num_ranks", num_ranks)
-    count = _Count(problem, chip)
-    n_k = _tokens(problem, lengths)[1] * (num_ranks - 1) * problem.num_kv_heads * count.x
-    wire = {"k": n_k * count.d, "v": n_k * count.dv}
+    sizes = _Sizes(problem, chip)
+    n_k = _tokens(problem, lengths)[1] * (num_ranks - 1) * problem.num_kv_heads * sizes.x
+    wire = {"k": n_k * sizes.d, "v": n_k * sizes.dv}
     sent = Counter({f"{name}.sent": n for name, n in wire.items()})
     received = Counter({f"{name}.received": n for name, n in wire.items()})
-    heads = _over_heads(problem, None, lengths, lambda rule: _ring_head(count, rule, num_ranks))
+    heads = _over_heads(problem, None, lengths, lambda rule: _ring_head(sizes, rule, num_ranks))
     return heads + Traffic(sent, received)
 
 
@@ -252,10 +252,10 @@ def pack_heads(problem: Problem) -> Problem:
     keys.
     """
     banded = problem.causal or problem.window_size != (None, None)
-    _plain(problem)
+    _check_dense(problem)
     if banded and problem.seqlen_q > 1:
         raise ValueError(
-            f"heads are packed where all rows see all keys, got seqlen_q={problem.seqlen_q},"
+            f"heads can be packed only if all rows see all keys, got seqlen_q={problem.seqlen_q},"
             f" causal={problem.causal}, window_size={problem.window_size}"
         )
     rows = problem.seqlen_q * problem.group_size
@@ -267,16 +267,16 @@ def _check(name: str, value: float) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def _plain(problem: Problem) -> None:
+def _check_dense(problem: Problem) -> None:
     if problem.has_mask or problem.packed:
         raise ValueError(
-            "counted for dense calls without a block mask, got"
+            "only dense calls without a block mask are counted, got"
             f" has_mask={problem.has_mask}, packed={problem.packed}"
         )
 
 
-class _Count:
-    """The sizes of a problem that counting needs: dims, and bytes per number of each kind."""
+class _Sizes:
+    """Sizes of a problem: head dims, and bytes per number of inputs, outputs and intermediates."""
 
     def __init__(self, problem: Problem, chip: Chip):
         _check("Chip.sram", 1 if chip.sram is None else chip.sram)
@@ -299,54 +299,54 @@ class _Count:
         return of_sram(self.sram, self.d, self.dv)
 
 
-def _standard_head(count: _Count, rule: Visibility) -> Traffic:
+def _standard_head(sizes: _Sizes, rule: Visibility) -> Traffic:
     n_q, n_k, cells = rule.seqlen_q, rule.seqlen_k, rule.seqlen_q * rule.seqlen_k
-    e, s = count.x, count.scratch
-    passes = -(-n_k // count.sram)
-    scores = _product(count, (n_q, n_k, count.d), {"q": e, "k": e, "s": s})
-    values = _product(count, (n_q, count.dv, n_k), {"p": s, "v": e, "o": count.out})
+    e, s = sizes.x, sizes.scratch
+    passes = -(-n_k // sizes.sram)
+    scores = _product(sizes, (n_q, n_k, sizes.d), {"q": e, "k": e, "s": s})
+    values = _product(sizes, (n_q, sizes.dv, n_k), {"p": s, "v": e, "o": sizes.out})
     loads = 1 if passes == 1 else 2
-    bits = loads * row_mask_words(rule, count.sram) * WORD_BYTES
+    bits = loads * count_row_mask_words(rule, sizes.sram) * WORD_BYTES
     online = n_q * passes if passes > 1 else 0
     softmax = Traffic(
         Counter({"s": loads * cells * s, "mask": bits}),
-        Counter({"p": cells * s, "lse": n_q * count.wide}),
+        Counter({"p": cells * s, "lse": n_q * sizes.wide}),
         exps=loads * cells + online,
         other_ops=(4 if passes == 1 else 5) * cells + 4 * online + 2 * n_q,
     )
     return scores + Traffic(other_ops=cells) + softmax + values
 
 
-def _standard_backward_head(count: _Count, rule: Visibility, dlse: bool) -> Traffic:
+def _standard_backward_head(sizes: _Sizes, rule: Visibility, dlse: bool) -> Traffic:
     n_q, n_k, cells = rule.seqlen_q, rule.seqlen_k, rule.seqlen_q * rule.seqlen_k
-    d, dv, e, s, out = count.d, count.dv, count.x, count.scratch, count.out
+    d, dv, e, s, out = sizes.d, sizes.dv, sizes.x, sizes.scratch, sizes.out
     products = (
-        _product(count, (n_k, dv, n_q), {"p": s, "do": out, "dv": count.dkv})
-        + _product(count, (n_q, n_k, dv), {"do": out, "v": e, "dp": s})
-        + _product(count, (n_q, d, n_k), {"ds": s, "k": e, "dq": count.grad})
-        + _product(count, (n_k, d, n_q), {"ds": s, "q": e, "dk": count.dkv})
+        _product(sizes, (n_k, dv, n_q), {"p": s, "do": out, "dv": sizes.dkv})
+        + _product(sizes, (n_q, n_k, dv), {"do": out, "v": e, "dp": s})
+        + _product(sizes, (n_q, d, n_k), {"ds": s, "k": e, "dq": sizes.grad})
+        + _product(sizes, (n_k, d, n_q), {"ds": s, "q": e, "dk": sizes.dkv})
     )
-    passes = -(-n_k // max(1, count.sram // 2))
+    passes = -(-n_k // max(1, sizes.sram // 2))
     loads = 1 if dlse or passes <= 1 else 2
     softmax = Traffic(
         Counter({"p": loads * cells * s, "dp": loads * cells * s}),
         Counter({"ds": cells * s}),
         other_ops=3 * cells if dlse else 5 * cells + n_q * passes,
     )
-    return products + softmax + (_standard_delta(count, n_q) if dlse else Traffic())
+    return products + softmax + (_standard_delta(sizes, n_q) if dlse else Traffic())
 
 
-def _standard_delta(count: _Count, n_q: int) -> Traffic:
-    """Added to Algorithm 3 by a gradient through lse: delta is written and read."""
-    rows, outs = n_q * count.wide, n_q * count.dv * count.out
+def _standard_delta(sizes: _Sizes, n_q: int) -> Traffic:
+    """What a gradient through lse adds to Algorithm 3: delta is written and read."""
+    rows, outs = n_q * sizes.wide, n_q * sizes.dv * sizes.out
     reads = {"o.delta": outs, "do.delta": outs, "dlse": rows, "delta": rows}
-    return Traffic(Counter(reads), Counter(delta=rows), other_ops=2 * n_q * count.dv + n_q)
+    return Traffic(Counter(reads), Counter(delta=rows), other_ops=2 * n_q * sizes.dv + n_q)
 
 
-def _product(count: _Count, shape: tuple[int, int, int], names: dict[str, int]) -> Traffic:
+def _product(sizes: _Sizes, shape: tuple[int, int, int], names: dict[str, int]) -> Traffic:
     """a (m, k) @ b (k, n) = c in tiles. names: a, b and c with the bytes per number of each."""
     (m, n, k), ((a, of_a), (b, of_b), (c, of_c)) = shape, names.items()
-    tiles = paper_product_tiles(count.sram, k)
+    tiles = paper_product_tiles(sizes.sram, k)
     return Traffic(
         Counter({a: m * k * -(-n // tiles.tile_n) * of_a})
         + Counter({b: k * n * -(-m // tiles.tile_m) * of_b}),
@@ -355,16 +355,16 @@ def _product(count: _Count, shape: tuple[int, int, int], names: dict[str, int]) 
     )
 
 
-def _v1_head(count: _Count, n: Visits) -> Traffic:
-    d, dv, wide = count.d, count.dv, count.wide
-    state = {"o": n.rows * dv * count.scratch, "l": n.rows * wide, "m": n.rows * wide}
-    kv = {"k": n.seqlen_k * d * count.x, "v": n.seqlen_k * dv * count.x}
-    reads = state | kv | {"q": n.rows * d * count.x, "mask": n.mask_words * WORD_BYTES}
+def _v1_head(sizes: _Sizes, n: Visits) -> Traffic:
+    d, dv, wide = sizes.d, sizes.dv, sizes.wide
+    state = {"o": n.rows * dv * sizes.scratch, "l": n.rows * wide, "m": n.rows * wide}
+    kv = {"k": n.seqlen_k * d * sizes.x, "v": n.seqlen_k * dv * sizes.x}
+    reads = state | kv | {"q": n.rows * d * sizes.x, "mask": n.mask_words * WORD_BYTES}
     outs = n.seqlen_q * dv
-    writes = state | {"o.init": outs * count.scratch}
+    writes = state | {"o.init": outs * sizes.scratch}
     writes |= dict.fromkeys(("l.init", "m.init"), n.seqlen_q * wide)
-    if count.converts_out:
-        reads["o.convert"], writes["o.convert"] = outs * count.scratch, outs * count.out
+    if sizes.converts_out:
+        reads["o.convert"], writes["o.convert"] = outs * sizes.scratch, outs * sizes.out
     return Traffic(
         Counter(reads),
         Counter(writes),
@@ -374,36 +374,36 @@ def _v1_head(count: _Count, n: Visits) -> Traffic:
     )
 
 
-def _v1_backward_head(count: _Count, n: Visits, dlse: bool) -> Traffic:
-    d, dv, rows = count.d, count.dv, n.rows * count.wide
+def _v1_backward_head(sizes: _Sizes, n: Visits, dlse: bool) -> Traffic:
+    d, dv, rows = sizes.d, sizes.dv, n.rows * sizes.wide
     reads = {
-        "q": n.rows * d * count.x,
-        "o": n.rows * dv * count.out,
-        "do": n.rows * dv * count.out,
+        "q": n.rows * d * sizes.x,
+        "o": n.rows * dv * sizes.out,
+        "do": n.rows * dv * sizes.out,
         "l": rows,
         "m": rows,
         "dlse": rows * dlse,
     }
     init = {
-        "dq.init": n.seqlen_q * d * count.scratch,
-        "dk.init": n.seqlen_k * d * count.dkv,
-        "dv.init": n.seqlen_k * dv * count.dkv,
+        "dq.init": n.seqlen_q * d * sizes.scratch,
+        "dk.init": n.seqlen_k * d * sizes.dkv,
+        "dv.init": n.seqlen_k * dv * sizes.dkv,
     }
     own = 2 * n.rows * dv + n.rows * dlse
-    return _backward_loop(count, n) + Traffic(
+    return _backward_loop(sizes, n) + Traffic(
         Counter(reads), Counter(init), other_ops=6 * n.cells + own
     )
 
 
-def _v2_head(count: _Count, n: Visits) -> Traffic:
-    d, dv = count.d, count.dv
+def _v2_head(sizes: _Sizes, n: Visits) -> Traffic:
+    d, dv = sizes.d, sizes.dv
     reads = {
-        "q": n.seqlen_q * d * count.x,
-        "k": n.keys * d * count.x,
-        "v": n.keys * dv * count.x,
+        "q": n.seqlen_q * d * sizes.x,
+        "k": n.keys * d * sizes.x,
+        "v": n.keys * dv * sizes.x,
         "mask": n.mask_words * WORD_BYTES,
     }
-    writes = {"o": n.seqlen_q * dv * count.out, "lse": n.seqlen_q * count.wide}
+    writes = {"o": n.seqlen_q * dv * sizes.out, "lse": n.seqlen_q * sizes.wide}
     end = n.seqlen_q * (dv + 2)  # the division by l, and lse
     return Traffic(
         Counter(reads),
@@ -414,85 +414,85 @@ def _v2_head(count: _Count, n: Visits) -> Traffic:
     )
 
 
-def _v2_backward_head(count: _Count, n: Visits, dlse: bool) -> Traffic:
-    d, dv, outs = count.d, count.dv, n.seqlen_q * count.dv * count.out
+def _v2_backward_head(sizes: _Sizes, n: Visits, dlse: bool) -> Traffic:
+    d, dv, outs = sizes.d, sizes.dv, n.seqlen_q * sizes.dv * sizes.out
     delta = Traffic(
-        Counter({"o": outs, "do": outs, "dlse": n.seqlen_q * count.wide * dlse}),
-        Counter({"delta": n.seqlen_q * count.wide}),
+        Counter({"o": outs, "do": outs, "dlse": n.seqlen_q * sizes.wide * dlse}),
+        Counter({"delta": n.seqlen_q * sizes.wide}),
         other_ops=2 * n.seqlen_q * dv + n.seqlen_q * dlse,
     )
-    rows = n.rows * count.wide
-    reads = {"q": n.rows * d * count.x, "do": n.rows * dv * count.out, "lse": rows, "delta": rows}
-    init = {"dq.init": n.seqlen_q * d * count.scratch}
+    rows = n.rows * sizes.wide
+    reads = {"q": n.rows * d * sizes.x, "do": n.rows * dv * sizes.out, "lse": rows, "delta": rows}
+    init = {"dq.init": n.seqlen_q * d * sizes.scratch}
     loop = Traffic(Counter(reads), Counter(init), other_ops=5 * n.cells)
-    return delta + loop + _backward_loop(count, n)
+    return delta + loop + _backward_loop(sizes, n)
 
 
-def _split_head(count: _Count, rule: Visibility, num_splits: int) -> Traffic:
+def _split_head(sizes: _Sizes, rule: Visibility, num_splits: int) -> Traffic:
     rows, total = (0, rule.seqlen_q), Traffic()
-    for keys in shares(rule.seqlen_k, num_splits):
-        total += _part_head(count, rule.restrict(rows, keys))
-    return total + _merge_head(count, rule.seqlen_q, num_splits)
+    for keys in even_parts(rule.seqlen_k, num_splits):
+        total += _part_head(sizes, rule.restrict(rows, keys))
+    return total + _merge_head(sizes, rule.seqlen_q, num_splits)
 
 
-def _ring_head(count: _Count, rule: Visibility, num_ranks: int) -> Traffic:
-    total, chunks = Traffic(), shares(rule.seqlen_k, num_ranks)
-    for rows in shares(rule.seqlen_q, num_ranks):
+def _ring_head(sizes: _Sizes, rule: Visibility, num_ranks: int) -> Traffic:
+    total, chunks = Traffic(), even_parts(rule.seqlen_k, num_ranks)
+    for rows in even_parts(rule.seqlen_q, num_ranks):
         n = rows[1] - rows[0]
         rules = [part for keys in chunks if (part := rule.restrict(rows, keys)).spans(0, n)]
         for i, part in enumerate(rules):
             name = "state" if i == 0 else "parts"
-            total += _part_head(count, part, name)
-        total += _ring_merge(count, n) * max(0, len(rules) - 1)
-        total += _ring_end(count, n, bool(rules))
+            total += _part_head(sizes, part, name)
+        total += _ring_merge(sizes, n) * max(0, len(rules) - 1)
+        total += _ring_end(sizes, n, bool(rules))
     return total
 
 
-def _ring_merge(count: _Count, rows: int) -> Traffic:
+def _ring_merge(sizes: _Sizes, rows: int) -> Traffic:
     """Merge a part into a state."""
-    state = Counter({"o.state": rows * count.dv * count.wide, "lse.state": rows * count.wide})
+    state = Counter({"o.state": rows * sizes.dv * sizes.wide, "lse.state": rows * sizes.wide})
     parts = Counter({"o.parts": state["o.state"], "lse.parts": state["lse.state"]})
-    return replace(_merge_head(count, rows, 2), reads=state + parts, writes=state)
+    return replace(_merge_head(sizes, rows, 2), reads=state + parts, writes=state)
 
 
-def _ring_end(count: _Count, rows: int, any_seen: bool) -> Traffic:
-    outs, lses = rows * count.dv, rows * count.wide
-    if not any_seen:
-        return Traffic(writes=Counter({"o.init": outs * count.out, "lse.init": lses}))
+def _ring_end(sizes: _Sizes, rows: int, has_keys: bool) -> Traffic:
+    outs, lses = rows * sizes.dv, rows * sizes.wide
+    if not has_keys:
+        return Traffic(writes=Counter({"o.init": outs * sizes.out, "lse.init": lses}))
     return Traffic(
-        Counter({"o.state.convert": outs * count.wide, "lse.state.convert": lses}),
-        Counter({"o.convert": outs * count.out, "lse.convert": lses}),
+        Counter({"o.state.convert": outs * sizes.wide, "lse.state.convert": lses}),
+        Counter({"o.convert": outs * sizes.out, "lse.convert": lses}),
     )
 
 
-def _part_head(count: _Count, rule: Visibility, name: str = "parts") -> Traffic:
-    """v2 over a segment of keys, which stores (out, lse) unrounded in HBM."""
-    traffic = _v2_head(count, visits(rule, count.tiles(paper_v2_tiles), skips=True))
+def _part_head(sizes: _Sizes, rule: Visibility, name: str = "parts") -> Traffic:
+    """v2 over a segment of keys. It stores (out, lse) in HBM, not rounded to the inputs' dtype."""
+    traffic = _v2_head(sizes, count_visits(rule, sizes.tiles(paper_v2_tiles), skips=True))
     writes = {
-        f"o.{name}": rule.seqlen_q * count.dv * count.wide,
-        f"lse.{name}": rule.seqlen_q * count.wide,
+        f"o.{name}": rule.seqlen_q * sizes.dv * sizes.wide,
+        f"lse.{name}": rule.seqlen_q * sizes.wide,
     }
     return replace(traffic, writes=Counter(writes))
 
 
-def _merge_head(count: _Count, rows: int, parts: int) -> Traffic:
-    dv, wide = count.dv, count.wide
+def _merge_head(sizes: _Sizes, rows: int, parts: int) -> Traffic:
+    dv, wide = sizes.dv, sizes.wide
     return Traffic(
         Counter({"o.parts": parts * rows * dv * wide, "lse.parts": parts * rows * wide}),
-        Counter({"o": rows * dv * count.out, "lse": rows * wide}),
+        Counter({"o": rows * dv * sizes.out, "lse": rows * wide}),
         exps=2 * parts * rows,
         other_ops=parts * rows * (5 + 3 * dv) + rows * (dv + 2),
     )
 
 
-def _backward_loop(count: _Count, n: Visits) -> Traffic:
+def _backward_loop(sizes: _Sizes, n: Visits) -> Traffic:
     """The part of the backward that v1 and v2 share: k and v once, dq read and written in every
     visit, five products.
     """
-    d, dv = count.d, count.dv
-    keys = {"k": n.seqlen_k * d * count.x, "v": n.seqlen_k * dv * count.x}
-    dq = {"dq": n.rows * d * count.scratch}
-    dkv = {"dk": n.seqlen_k * d * count.dkv, "dv": n.seqlen_k * dv * count.dkv}
+    d, dv = sizes.d, sizes.dv
+    keys = {"k": n.seqlen_k * d * sizes.x, "v": n.seqlen_k * dv * sizes.x}
+    dq = {"dq": n.rows * d * sizes.scratch}
+    dkv = {"dk": n.seqlen_k * d * sizes.dkv, "dv": n.seqlen_k * dv * sizes.dkv}
     return Traffic(
         Counter(keys | dq | {"mask": n.mask_words * WORD_BYTES}),
         Counter(dq | dkv),
@@ -501,22 +501,24 @@ def _backward_loop(count: _Count, n: Visits) -> Traffic:
     )
 
 
-def _closing(count: _Count, lengths: Lengths | None, summed_in_hbm: bool = True) -> Traffic:
-    """dq in its own dtype, and the sums of dk and dv over the query heads of a group."""
-    problem, traffic = count.problem, Traffic()
+def _finish_gradients(
+    sizes: _Sizes, lengths: Lengths | None, summed_in_hbm: bool = True
+) -> Traffic:
+    """Convert dq to its own dtype, and sum dk and dv over the query heads of a group."""
+    problem, traffic = sizes.problem, Traffic()
     n_q, n_k = _tokens(problem, lengths)
-    if summed_in_hbm and count.converts_dq:
-        numbers = n_q * problem.num_heads * count.d
+    if summed_in_hbm and sizes.converts_dq:
+        numbers = n_q * problem.num_heads * sizes.d
         traffic += Traffic(
-            Counter({"dq.convert": numbers * count.scratch}),
-            Counter({"dq.convert": numbers * count.grad}),
+            Counter({"dq.convert": numbers * sizes.scratch}),
+            Counter({"dq.convert": numbers * sizes.grad}),
         )
-    if count.grouped:
-        for name, dim in (("dk.heads", count.d), ("dv.heads", count.dv)):
+    if sizes.grouped:
+        for name, dim in (("dk.heads", sizes.d), ("dv.heads", sizes.dv)):
             parts, sums = (n_k * heads * dim for heads in (problem.num_heads, problem.num_kv_heads))
             traffic += Traffic(
-                Counter({name: parts * count.scratch}),
-                Counter({name: sums * count.grad}),
+                Counter({name: parts * sizes.scratch}),
+                Counter({name: sums * sizes.grad}),
                 other_ops=parts,
             )
     return traffic
@@ -528,7 +530,7 @@ def _tokens(problem: Problem, lengths: Lengths | None) -> tuple[int, int]:
     return sum(q for q, _ in lengths), sum(k for _, k in lengths)
 
 
-def _fits(problem: Problem, mask: BlockMask | None) -> None:
+def _check_mask_shape(problem: Problem, mask: BlockMask | None) -> None:
     if mask is None:
         return
     wanted = problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k
@@ -552,7 +554,7 @@ def _rules(
         raise ValueError(f"problem.packed={problem.packed}, but lengths={lengths!r}")
     if problem.has_mask != (mask is not None):
         raise ValueError(f"problem.has_mask={problem.has_mask}, but mask={mask!r}")
-    _fits(problem, mask)
+    _check_mask_shape(problem, mask)
     band = problem.causal, problem.window_size
     if lengths is not None:
         for seqlen_q, seqlen_k in lengths:

@@ -1,5 +1,5 @@
-"""The tiles of scores that an algorithm visits, counted by rows of tiles: a million tokens take no
-time.
+"""Count the tiles of scores that an algorithm visits: by spans in each row of tiles, not one by
+one, so that a million tokens are fast.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class Visits(NamedTuple):
     mask_words: int
 
 
-def visits(rule: Visibility, tiles: TileConfig, skips: bool) -> Visits:
+def count_visits(rule: Visibility, tiles: TileConfig, skips: bool) -> Visits:
     """Count the visits. skips: whether tiles that causal and window hide completely are skipped."""
     rule = rule if skips else rule._replace(causal=False, window_size=(None, None))
     grid = _Grid(rule, tiles)
@@ -81,8 +81,8 @@ def _count_words(start: int, stop: int, tile: int) -> int:
     return sum(-(-min(k + tile, stop) // 32) - k // 32 for k in range(start, stop, tile))
 
 
-def row_mask_words(rule: Visibility, tile: int) -> int:
-    """The same over all rows of a whole mask, in tiles of keys that ignore the mask's blocks."""
+def count_row_mask_words(rule: Visibility, tile: int) -> int:
+    """Mask words of all rows, if tiles of keys ignore the mask's blocks (standard attention)."""
     if rule.mask is None:
         return 0
     total, (seqlen_q, seqlen_k) = 0, (rule.seqlen_q, rule.seqlen_k)
@@ -94,7 +94,7 @@ def row_mask_words(rule: Visibility, tile: int) -> int:
     return total
 
 
-def page_ids(rule: Visibility, tiles: TileConfig, page_size: int) -> int:
+def count_page_ids(rule: Visibility, tiles: TileConfig, page_size: int) -> int:
     """Page ids that the visited tiles read, counted for each tile."""
     grid, ids = _Grid(rule, tiles), 0
     for q0, q1 in grid.row_tiles():
@@ -104,6 +104,6 @@ def page_ids(rule: Visibility, tiles: TileConfig, page_size: int) -> int:
     return ids
 
 
-def shares(length: int, num: int) -> list[tuple[int, int]]:
+def even_parts(length: int, num: int) -> list[tuple[int, int]]:
     """A range in `num` parts, as even as possible."""
     return [(length * i // num, length * (i + 1) // num) for i in range(num)]

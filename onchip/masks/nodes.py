@@ -290,8 +290,8 @@ class BlockPattern(Cells):
         all_ = torch.ones(len(keys), dtype=torch.bool)
         for row in rows:
             for col in cols:
-                seen = self._rule(b, h, row, col)
-                some, all_ = some | seen, all_ & seen
+                visible = self._rule(b, h, row, col)
+                some, all_ = some | visible, all_ & visible
         return some.to(torch.uint8) + all_
 
 

@@ -47,12 +47,12 @@ class Visibility(NamedTuple):
         self, q0: int, q1: int, k0: int, k1: int, device: torch.device | str = "cpu"
     ) -> Tensor | None:
         """Bool (q1 - q0, k1 - k0), True where visible; None only if every cell is visible."""
-        seen = None if self.mask is None else self._mask_tile(q0, q1, k0, k1)
+        visible = None if self.mask is None else self._mask_tile(q0, q1, k0, k1)
         band = self._band(q0, q1, k0, k1, device)
-        if seen is None:
+        if visible is None:
             return band
-        seen = seen.to(device)
-        return seen if band is None else band.logical_and_(seen)
+        visible = visible.to(device)
+        return visible if band is None else band.logical_and_(visible)
 
     def _window_bounds(self) -> tuple[int | None, int | None]:
         left, right = self.window_size

@@ -214,8 +214,8 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model of a config, or one rank's shard of it (`onchip.parallel.tensor`). Its parameters
-    are not initialised: use `loader.load` or `loader.random_model`.
+    """The model of a config, or one rank's shard of it (`onchip.parallel.tensor_parallel`). Its
+    parameters are not initialised: use `loader.load` or `loader.random_model`.
 
     forward: one step over pages. full: whole sequences, differentiable. Both return hidden states
     after the last norm; `logits` computes logits from them.

@@ -80,15 +80,15 @@ def reason(kind: type, name: str, base: type) -> str | None:
 
 def classes_of(kind: type, base: type) -> Iterator[type]:
     """The class and all classes that it builds, but not the models inside it."""
-    seen, waiting = {kind}, [kind]
+    visited, waiting = {kind}, [kind]
     while waiting:
         part = waiting.pop()
         yield part
         for value in named_in(part, "__init__"):
-            if not isinstance(value, type) or value in seen or not hasattr(value, "forward"):
+            if not isinstance(value, type) or value in visited or not hasattr(value, "forward"):
                 continue
             if not issubclass(value, base) and not value.__module__.startswith("torch."):
-                seen.add(value)
+                visited.add(value)
                 waiting.append(value)
 
 

@@ -70,7 +70,7 @@ def load(
 ) -> Decoder:
     """The decoder of a checkpoint, by default in the stored dtype. Files are memory-mapped, and
     parameters are filled one by one in their final memory. With world_size > 1 the shard of one
-    rank, to be connected by `onchip.parallel.tensor.TensorParallelGroup.connect`.
+    rank, to be connected by `onchip.parallel.tensor_parallel.TensorParallelGroup.connect`.
     """
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else inspect(checkpoint)
     shard = Shard(rank, world_size)

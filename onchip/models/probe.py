@@ -114,10 +114,8 @@ def call(model: Any, tokens: Tensor, **named: Any) -> Tensor:
     """Logits (rows, vocab_size) of tokens (num_tokens,) by transformers, without its cache. The
     mask is all ones, as in its `generate`: without a mask it would search for packed sequences.
     """
-    seen = torch.ones_like(tokens)[None]
-    answer = model(
-        input_ids=tokens[None], attention_mask=seen, use_cache=False, return_dict=True, **named
-    )
+    inputs = {"input_ids": tokens[None], "attention_mask": torch.ones_like(tokens)[None]}
+    answer = model(**inputs, use_cache=False, return_dict=True, **named)
     return answer.logits[0]
 
 

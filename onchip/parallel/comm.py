@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from onchip.parallel.comm_base import CPU, Comm, CommWork, ParallelError
 from onchip.parallel.consistency import ConsistencyCache
-from onchip.parallel.group import GroupComm
-from onchip.parallel.local import LocalComm, run_ranks
-from onchip.parallel.messages import CPU, Comm, CommWork, ParallelError
+from onchip.parallel.group_comm import GroupComm
+from onchip.parallel.local_comm import LocalComm, run_ranks
 
 __all__ = [
     "Comm",

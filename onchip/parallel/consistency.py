@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
-from onchip.parallel.messages import ParallelError
+from onchip.parallel.comm_base import ParallelError
 
 DIGEST_BYTES = 16
 MAX_REMEMBERED = 4096  # texts found equal; all ranks forget the oldest in the same call

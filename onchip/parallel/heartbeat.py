@@ -19,8 +19,8 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
+from onchip.parallel.comm_base import ParallelError
 from onchip.parallel.consistency import find_difference, name_ranks
-from onchip.parallel.messages import ParallelError
 
 BEAT_S = 1.0
 SILENT_BEATS = 4.0  # a process without a beat for that long has ended

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from onchip.parallel.comm import Comm, CommWork
+from onchip.parallel.comm_base import CPU, CompletedWork
 from onchip.parallel.consistency import ConsistencyCache, check_consistent, digest_of
-from onchip.parallel.messages import CPU, CompletedWork
 from onchip.parallel.rounds import MAX_PLANS
 from onchip.parallel.sharding import Layout, Piece
 

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from onchip.parallel.comm_base import ParallelError
 from onchip.parallel.heartbeat import stop_thread
-from onchip.parallel.messages import ParallelError
 
 
 class StreamEvent(Protocol):

@@ -155,8 +155,8 @@ def count_round_pairs(layout: Layout, global_mask: GlobalMask, rank: int) -> lis
     pairs = []
     for hop in range(count_hops(layout, global_mask) + 1):
         cols = layout.positions((rank - hop) % layout.size, global_mask.seqlen)
-        seen = torch.searchsorted(cols, hi) - torch.searchsorted(cols, lo)
-        pairs.append(int(seen.clamp(min=0).sum()))
+        num_visible = torch.searchsorted(cols, hi) - torch.searchsorted(cols, lo)
+        pairs.append(int(num_visible.clamp(min=0).sum()))
     return pairs
 
 
@@ -221,8 +221,8 @@ def plan_round(
         return None
     lo, hi = (torch.searchsorted(cols, ends) for ends in global_mask.key_ranges(rows))
     if global_mask.mask is not None:
-        seen = submask(resolved or _resolve_mask(global_mask, device), rows, cols)
-        node = both(Interval(seen.grid, lo, hi), seen)
+        visible = submask(resolved or _resolve_mask(global_mask, device), rows, cols)
+        node = both(Interval(visible.grid, lo, hi), visible)
         if not isinstance(node, Interval) or len(node.bounds[0]) > 1:
             return _plan_masked(global_mask, node, rows, cols, device)
         lo, hi = (ends[0].long() for ends in node.bounds)

@@ -15,15 +15,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 import onchip
-from onchip.engine.params import SamplingParams
+from onchip.engine.sampling_params import SamplingParams
 
 from . import protocol
+from .api_keys import Keyring
 from .auth import AuthMiddleware
 from .bodies import BodyMemory, BodyReader, body_route
 from .codec import Codec
 from .errors import APIError, error_response
-from .invalid import explain_errors
-from .keys import Keyring
 from .live import LiveView
 from .log import RequestLog
 from .metrics import Metrics
@@ -39,6 +38,7 @@ from .protocol import (
 from .responses import ChatBuilder, CompletionBuilder, DeltaReader, Echo, ResponseBuilder
 from .service import EngineProtocol, Service, ServiceState
 from .streaming import AcceptedCall, FullResponse, SSEResponse
+from .validation_errors import explain_errors
 
 T = TypeVar("T")
 
@@ -170,7 +170,7 @@ class Server:
         app.add_middleware(AuthMiddleware, keys=self.keys, hosts=self.options.hosts)
         app.add_middleware(RequestLog, metrics=self.metrics)  # added last: the outermost
         for kind in (APIError, HTTPException, RequestValidationError):
-            app.add_exception_handler(kind, self._failed)
+            app.add_exception_handler(kind, self._respond_to_error)
         return app
 
     @asynccontextmanager
@@ -371,7 +371,7 @@ class Server:
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return Response(self.metrics.render(self.service), media_type=kind)
 
-    async def _failed(self, request: Request, error: Exception) -> Response:
+    async def _respond_to_error(self, request: Request, error: Exception) -> Response:
         api_error = to_api_error(error)
         self.metrics.count_failure(api_error.status)
         reply = error_response(api_error)

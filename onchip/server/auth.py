@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from .api_keys import Keyring
 from .errors import APIError, error_response
-from .keys import Keyring
 
 # The static page holds no data, and probes need no key.
 OPEN_PATHS = frozenset({"/", "/live.css", "/live.js", "/health", "/ready"})

@@ -26,9 +26,9 @@ from pydantic_core import from_json
 from starlette.types import Receive, Scope
 
 from .errors import APIError
-from .invalid import explain_errors
 from .pending import IncomingRequest
 from .streaming import run_until, watch_disconnect
+from .validation_errors import explain_errors
 
 BODY_TIMEOUT_S = 30.0
 MAX_DISCARD_FACTOR = 8  # a larger multiple of the largest body is not read to its end

@@ -1,8 +1,8 @@
 """The model's tokenizer and chat template, for callers on the event loop.
 
-Both run in separate processes (workers.py), templates apart from tokenizers: a template that loops
-delays other chats until its time limit, but no plain prompt. A request waits for a free process no
-longer than its deadline allows.
+Both run in separate processes (text_worker_pool.py), templates apart from tokenizers: a template
+that loops delays other chats until its time limit, but no plain prompt. A request waits for a free
+process no longer than its deadline allows.
 """
 
 import asyncio
@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
-from onchip.engine.chat import get_template
+from onchip.engine.chat_template import get_template
+from onchip.engine.text_worker_pool import JobEnded, TextWorkerPool
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
-from onchip.engine.workers import JobEnded, Workers
 
 from .errors import APIError
 
@@ -26,7 +26,7 @@ PROCESSES = min(4, os.cpu_count() or 1)  # of each kind; a tokenizer may take 30
 class WorkerQueue:
     """One thread per process. Further jobs wait, and leave the queue at their deadline."""
 
-    def __init__(self, name: str, workers: Workers):
+    def __init__(self, name: str, workers: TextWorkerPool):
         self.workers = workers
         self._threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix=f"onchip-{name}")
 
@@ -74,8 +74,8 @@ class Codec:
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
         folder = tokenizer.folder if isinstance(tokenizer, FileTokenizer) else None
         self._from_folder = folder is not None
-        self._template_queue = WorkerQueue("template", Workers(PROCESSES))
-        self._tokenizer_queue = WorkerQueue("tokenizer", Workers(PROCESSES, folder))
+        self._template_queue = WorkerQueue("template", TextWorkerPool(PROCESSES))
+        self._tokenizer_queue = WorkerQueue("tokenizer", TextWorkerPool(PROCESSES, folder))
         self._token_cache: dict[int, TokenText] = {}
 
     def start(self) -> None:

@@ -12,9 +12,9 @@ from onchip.engine.llm import LLM
 from onchip.engine.step import Limits
 from onchip.models import about, builtin
 
+from .api_keys import Keyring, read_keys
 from .app import Server, ServerOptions
-from .keys import Keyring, read_keys
-from .run import Address, ServerProcess, raise_file_limit, url_of
+from .process import Address, ServerProcess, raise_file_limit, url_of
 
 LOG = logging.getLogger("onchip.serve")
 BUILTIN_PAGES = 2049  # for the built-in model, 112 MiB; the live page draws all but the null page

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onchip.engine.params import SamplingParams
 from onchip.engine.request import RequestOutput
+from onchip.engine.sampling_params import SamplingParams
 
 from .errors import APIError
 

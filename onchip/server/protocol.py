@@ -5,7 +5,8 @@ honour accepts only the value that means "off"; a field that changes no response
 ignored. The bounds here are for the schema; SamplingParams checks them again. A long list stops at
 its first error (`fail_fast`): pydantic would write an error for each of its values.
 
-The description of a field completes the sentence of invalid.py, "x=5 is not served: send ...".
+The description of a field completes the sentence of validation_errors.py, "x=5 is not served: send
+...".
 """
 
 import json
@@ -15,10 +16,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from onchip.engine import params as bounds
-from onchip.engine.chat import RESERVED
-from onchip.engine.params import SamplingParams
+from onchip.engine import sampling_params as bounds
+from onchip.engine.chat_template import RESERVED
 from onchip.engine.request import MAX_PRIORITY
+from onchip.engine.sampling_params import SamplingParams
 
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096

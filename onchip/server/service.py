@@ -28,8 +28,8 @@ from enum import Enum
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
-from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.request import RequestOutput
+from onchip.engine.sampling_params import BeamSearchParams, SamplingParams
 from onchip.engine.step import Limits, RejectedRequest
 from onchip.engine.tokenizer import Tokenizer
 

@@ -128,16 +128,17 @@ class TestMeasures:
 
     def test_errors_by_hand(self):
         exact = torch.tensor([1.0, 1.0, 1.0, 1.0])
-        found = errors(torch.tensor([1.0, 1.0, 1.0, 1.0 + 2**-6]), exact, BF16)
-        assert found.rmse == 2**-7 and found.relative == 2**-7 and found.max_error == 2**-6
-        assert found.ulp_median == 0.0 and found.ulp_99 == 2.0
+        measured = errors(torch.tensor([1.0, 1.0, 1.0, 1.0 + 2**-6]), exact, BF16)
+        assert measured.rmse == 2**-7 and measured.relative == 2**-7 and measured.max_error == 2**-6
+        assert measured.ulp_median == 0.0 and measured.ulp_99 == 2.0
 
     def test_rounding_alone_is_a_quarter_and_half(self):
         exact = torch.randn(99_999, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        found = errors(exact.to(BF16), exact, BF16)
-        assert found.ulp_median == pytest.approx(0.25, abs=0.005) and 0.49 < found.ulp_99 <= 0.5
+        measured = errors(exact.to(BF16), exact, BF16)
+        assert measured.ulp_median == pytest.approx(0.25, abs=0.005)
+        assert 0.49 < measured.ulp_99 <= 0.5
 
-    def test_nothing_off_is_nothing(self):
+    def test_equal_tensors_have_no_error(self):
         assert set(errors(torch.zeros(5), torch.zeros(5), FP16)) == {0.0}
 
 
@@ -148,13 +149,13 @@ class TestExponentials:
         a, b, c = (torch.randn(2000, generator=generator) for _ in range(3))
         c[::2] = -(a * b)[::2]  # all but the roundings cancels
         got = exponentials.fma(a, b, c)
-        for x, y, z, found in zip(*(t.tolist() for t in (a, b, c, got)), strict=True):
+        for x, y, z, rounded in zip(*(t.tolist() for t in (a, b, c, got)), strict=True):
             exact = Fraction(x) * Fraction(y) + Fraction(z)
-            ends = (torch.nextafter(torch.tensor(found), torch.tensor(e)) for e in (-INF, INF))
-            distance = abs(Fraction(found) - exact)
+            ends = (torch.nextafter(torch.tensor(rounded), torch.tensor(e)) for e in (-INF, INF))
+            distance = abs(Fraction(rounded) - exact)
             assert all(distance <= abs(Fraction(float(end)) - exact) for end in ends)
 
-    def test_fma_sees_what_lies_beside_a_tie(self):
+    def test_fma_rounds_a_tie_by_its_remainder(self):
         """(1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 is halfway; 2^-80 decides, which fp64 cannot hold."""
         a = torch.full((3,), 1 + 2.0**-12)
         beside = torch.tensor([2.0**-80, -(2.0**-80), 0.0])
@@ -188,17 +189,17 @@ class TestExponentials:
                 want = x.clamp(min=-126).double().exp2().float()
                 assert torch.equal(exp2(x), want), name
 
-    def test_every_number_is_asked(self):
+    def test_all_16_bit_inputs_are_measured(self):
         assert len(exponentials.all_numbers(BF16)) == 0x42FC + 1  # bits of 126, and -0
         assert float(exponentials.all_numbers(FP16).min()) == -25.0
         numbers = exponentials.fp32_numbers(1 << 20)
         assert float(numbers[0]) == 0.0 and numbers.min() >= -126 and (numbers.diff() < 0).all()
 
     def test_measured_by_hand(self):
-        found = exponentials.measure(lambda x: x.exp2() * (1 + 2**-9), 1 << 16, -8)
-        assert found.max_relative == pytest.approx(2**-9, rel=1e-3)
-        assert found.mean_relative == pytest.approx(2**-9, rel=1e-3)
-        assert found.at_zero == pytest.approx(1 + 2**-9) and found.at_minus_infinity == 0
+        measured = exponentials.measure(lambda x: x.exp2() * (1 + 2**-9), 1 << 16, -8)
+        assert measured.max_relative == pytest.approx(2**-9, rel=1e-3)
+        assert measured.mean_relative == pytest.approx(2**-9, rel=1e-3)
+        assert measured.at_zero == pytest.approx(1 + 2**-9) and measured.at_minus_infinity == 0
         exact = exponentials.measure(lambda x: x.double().exp2().float(), 1 << 16, -8)
         assert exact.differs_bf16 <= 1e-3 and exact.all_bf16 == 0
 
@@ -221,8 +222,8 @@ class TestKernels:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         module = SimpleNamespace(flash_attn_func=len, __spec__=ModuleSpec(package, None))
         monkeypatch.setitem(sys.modules, package, module)
-        found = [k for k in (*kernels(BF16), *low_precision_kernels()) if k.device == "cuda"]
-        names = [k.name for k in found]
+        gpu_kernels = [k for k in (*kernels(BF16), *low_precision_kernels()) if k.device == "cuda"]
+        names = [k.name for k in gpu_kernels]
         assert not set(names) & set(before)
         for name in ("hopper", "triton", "hopper fp8", "hopper int8_pv16", "sdpa cudnn, GPU"):
             assert name in names
@@ -245,7 +246,7 @@ class TestKernels:
         assert accuracy.served(session, ask, [Kernel("none", "peer", refuse)]) == []
         assert session.refused == []
 
-    def test_a_failure_is_told_and_costs_no_other_kernel_its_row(self):
+    def test_a_failing_kernel_is_reported_and_others_get_their_rows(self):
         broken = Kernel("broken", "peer", lambda q, k, v: torch.randn(2, 3) @ torch.randn(2, 3))
         cell = accuracy.AccuracyCell("forward", FAMILIES["N(0,1)"], SMALL, BF16)
         session, unfused = Session(), Kernel("unfused", "peer", ot.unfused)
@@ -260,17 +261,17 @@ class TestKernels:
             torch.testing.assert_close(mine[name], want, atol=1e-12, rtol=0)
 
     def test_fa3_in_fp8_gets_values_and_scales_by_head(self):
-        seen = {}
+        arguments = {}
 
         def function(q, k, v, **scales):
-            seen.update(scales, dtype=q.dtype)
+            arguments.update(scales, dtype=q.dtype)
             dequantised = [x.float() * scales[f"{n}_descale"][:, None, :, None]
                            for n, x in zip("qkv", (q, k, v), strict=True)]  # fmt: skip
             return ot.unfused(*dequantised), None
 
         inputs = drawn(SMALL)
         out = accuracy_kernels.fa3_fp8(function)(*inputs[:3])
-        assert seen["dtype"] == torch.float8_e4m3fn and seen["k_descale"].shape == (1, 2)
+        assert arguments["dtype"] == torch.float8_e4m3fn and arguments["k_descale"].shape == (1, 2)
         assert ot.rmse(out, ot.oracle(*inputs[:3]).out) < 0.03
 
 
@@ -327,7 +328,7 @@ class TestThresholds:
     def threshold(self, name):
         return next(t for t in accuracy_thresholds.THRESHOLDS if t.name == name)
 
-    def test_every_promise_has_a_threshold(self):
+    def test_every_documented_error_has_a_threshold(self):
         limits = {threshold.name: threshold.at_most for threshold in accuracy_thresholds.THRESHOLDS}
         assert limits["fp8: RMSE on outliers"] == 9.1e-3
         assert limits["int8: RMSE on outliers"] == 5.5e-3

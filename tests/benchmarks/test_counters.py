@@ -28,12 +28,12 @@ TABLE = """==PROF== Connected to process 4711 (/usr/bin/python3.12)
 
 
 def test_kernels_are_read_from_the_table():
-    found = counters.parse(TABLE.splitlines())
-    assert found == [
+    kernels = counters.parse(TABLE.splitlines())
+    assert kernels == [
         KernelBytes("spin_kernel", 1024.0, 0.0),
         KernelBytes("forward_kernel", 201.5e6, 67108864.0),
     ]
-    assert found[1].hbm_bytes == 201.5e6 + 67108864
+    assert kernels[1].hbm_bytes == 201.5e6 + 67108864
 
 
 def test_a_table_without_kernels_is_no_traffic_of_zero():
@@ -41,14 +41,14 @@ def test_a_table_without_kernels_is_no_traffic_of_zero():
         counters.parse(["==ERROR== ERR_NVGPUCTRPERM", ""])
 
 
-def test_the_profiler_is_told_to_leave_clocks_and_caches_alone(monkeypatch):
+def test_the_profiler_runs_without_clock_control(monkeypatch):
     commands = []
     done = SimpleNamespace(returncode=0, stdout=TABLE, stderr="")
     monkeypatch.setattr(counters.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command) or done)
-    (found,) = counters.count((CountedCall(2, 4096, 16, 128, causal=True),))
+    (kernels,) = counters.count((CountedCall(2, 4096, 16, 128, causal=True),))
     command = " ".join(commands[0])
-    assert len(found) == 1 and command.startswith("/usr/bin/ncu --clock-control none")
+    assert len(kernels) == 1 and command.startswith("/usr/bin/ncu --clock-control none")
     assert "--metrics dram__bytes_read.sum,dram__bytes_write.sum" in command
     assert command.endswith("-m benchmarks.counters [[2, 4096, 16, 128, true, false]]")
     with pytest.raises(ValueError, match="ncu saw 1 of 2 calls"):
@@ -57,17 +57,17 @@ def test_the_profiler_is_told_to_leave_clocks_and_caches_alone(monkeypatch):
 
 def test_marks_part_the_kernels_of_calls():
     names = ["fill", "spin_kernel(long)", "prepare", "backward", "at::cuda::spin_kernel", "forward"]
-    found = counters.by_call(KernelBytes(name) for name in names)
-    assert [[k.kernel for k in call] for call in found] == [["prepare", "backward"], ["forward"]]
+    calls = counters.by_call(KernelBytes(name) for name in names)
+    assert [[k.kernel for k in call] for call in calls] == [["prepare", "backward"], ["forward"]]
 
 
-def test_without_a_profiler_the_reason_is_told(monkeypatch):
+def test_without_a_profiler_an_error_names_it(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
     with pytest.raises(ValueError, match="ncu"):
         counters.count((CountedCall(1, 64, 1, 64),))
 
 
-def test_what_fails_says_so(monkeypatch):
+def test_a_failed_profiler_raises_its_message(monkeypatch):
     failed = SimpleNamespace(returncode=1, stdout="", stderr="no permission")
     monkeypatch.setattr(counters.shutil, "which", lambda name: name)
     monkeypatch.setattr(subprocess, "run", lambda command, **_: failed)
@@ -92,5 +92,5 @@ def test_a_forward_moves_each_tensor_once():
 
     call = CountedCall(4, 4096, 16, 128)
     problem = make_problem(4096, batch=4, num_heads=16, head_dim=128, dtype=torch.bfloat16)
-    found = sum(kernel.hbm_bytes for kernel in counters.count((call,))[0])
-    assert found == pytest.approx(problem.min_bytes, rel=0.05)
+    num_bytes = sum(kernel.hbm_bytes for kernel in counters.count((call,))[0])
+    assert num_bytes == pytest.approx(problem.min_bytes, rel=0.05)

@@ -9,8 +9,8 @@ from tests.kernels.gpu import each_kernel
 
 @pytest.fixture(scope="module")
 def rows():
-    found = bench.backward_rows()
-    return {(row["family"], row["kernel"], row["precise_delta"]): row for row in found}
+    rows = bench.backward_rows()
+    return {(row["family"], row["kernel"], row["precise_delta"]): row for row in rows}
 
 
 @pytest.mark.parametrize("kernel", bench.ON_CPU)

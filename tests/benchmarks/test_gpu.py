@@ -73,15 +73,15 @@ def test_a_band_holds_the_middle_of_the_paired_ratios():
 
 
 def test_every_round_has_all_and_the_first_is_dropped():
-    seen = []
+    sampled_ms = []
 
     def sample(captures):
-        seen.extend(x.ms for x in captures)
+        sampled_ms.extend(x.ms for x in captures)
         return [float(i) for i in range(len(captures))]
 
     times = gpu.alternate([("a", capture(1)), ("b", capture(2)), ("c", capture(3))], 2, sample)
-    rounds = [seen[i : i + 3] for i in range(0, 9, 3)]
-    assert all(sorted(each) == [1, 2, 3] for each in rounds) and len(seen) == 9
+    rounds = [sampled_ms[i : i + 3] for i in range(0, 9, 3)]
+    assert all(sorted(each) == [1, 2, 3] for each in rounds) and len(sampled_ms) == 9
     places = {
         name: [3.0 * i + rounds[i].index(ms) for i in (1, 2)]
         for name, ms in zip("abc", (1, 2, 3), strict=True)
@@ -90,7 +90,7 @@ def test_every_round_has_all_and_the_first_is_dropped():
 
 
 @pytest.mark.parametrize("num", range(1, 10))
-def test_each_comes_after_every_other_equally_often(num):
+def test_every_ordered_pair_occurs_equally_often(num):
     orders = gpu.balanced(num)
     assert all(sorted(order) == list(range(num)) for order in orders)
     after = Counter(pair for order in orders for pair in itertools.pairwise(order))
@@ -340,7 +340,7 @@ def test_masks_are_compared_with_our_own_calls(stand_ins):
     assert row["best_peer"] == "closed form" and row["ratio"] == pytest.approx(0.95)
 
 
-def test_a_window_counts_beside_fa2(stand_ins, monkeypatch):
+def test_a_window_row_counts_if_fa2_is_measured(stand_ins, monkeypatch):
     case = masks._case("window", "window 1024", 64, 300)
     assert not gpu.counts(masks.window(Session(device=CPU), case)[0])  # it has no CPU kernel
     size = {"window_size": (masks.WINDOW - 1, 0)}
@@ -402,7 +402,7 @@ def test_without_nvidia_smi_there_are_no_readings(monkeypatch, tmp_path):
         assert monitor.since(0.0) == {"sm_mhz": None, "power_w": None}
 
 
-def test_an_error_is_told_in_one_line():
+def test_an_error_is_one_line():
     assert gpu.sentence(RuntimeError("\n  first\nsecond")) == "RuntimeError: first"
     assert gpu.sentence(KeyError()) == "KeyError"
 

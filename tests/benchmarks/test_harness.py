@@ -84,10 +84,10 @@ def test_the_fastest_peer_is_the_one_that_counts(problem, monkeypatch):
 
 
 def test_at_least_seven_rounds_unless_quick(monkeypatch):
-    seen = []
-    monkeypatch.setattr(harness, "alternate", lambda *args: seen.append(args[2:]))
+    calls = []
+    monkeypatch.setattr(harness, "alternate", lambda *args: calls.append(args[2:]))
     Session().clock({})
-    assert seen[0][0] >= 7
+    assert calls[0][0] >= 7
 
 
 def row(**columns):
@@ -111,7 +111,7 @@ def test_thresholds_check_geomeans_of_ratios_and_the_worst_value():
     assert (verdicts[2].measured, verdicts[2].unit) == (70.0, "MB")
 
 
-def test_a_results_file_says_where_it_comes_from(tmp_path):
+def test_a_results_file_names_its_machine_and_commit(tmp_path):
     path = tmp_path / "results.json"
     harness.write_results([row()], path)
     document = json.loads(path.read_text())
@@ -123,7 +123,7 @@ def test_a_results_file_says_where_it_comes_from(tmp_path):
 
 @pytest.mark.parametrize("build", [dense, causal, window, documents, blocks])
 @pytest.mark.parametrize("n", [1, 111, 799])
-def test_a_pattern_says_the_same_to_the_oracle_and_to_onchip(build, n):
+def test_a_pattern_is_the_same_mask_for_oracle_and_onchip(build, n):
     pattern = build(n)
     q, k, v = make_qkv(1, n, num_heads=1, head_dim=8)
     check = Exact(q, k, v, pattern.visible)

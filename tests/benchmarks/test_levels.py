@@ -27,7 +27,7 @@ def test_a_walk_visits_every_line_of_its_set():
     assert ring.nbytes == 63 * levels.LINE_BYTES and levels.walk_s(ring.nbytes) > 0
 
 
-def test_what_the_interpreter_hides_is_not_told():
+def test_time_hidden_by_the_interpreter_is_zero():
     assert levels.beyond(11e-9, 8e-9) == 0.0
     assert levels.beyond(80e-9, 8e-9) == pytest.approx(72e-9)
 
@@ -36,9 +36,9 @@ def test_a_sweep_names_levels_and_keeps_the_thread_count(monkeypatch):
     monkeypatch.setattr(levels, "cache_sizes", lambda: [("L1", 32 << 10), ("L2", 1 << 20)])
     monkeypatch.setattr(levels, "READ", 1 << 20)
     before = torch.get_num_threads()
-    found = list(levels.cpu_levels((16 << 10, 1 << 18, 1 << 22)))
-    assert [row.level for row in found] == ["L1", "L2", "DRAM"]
-    assert found[0].latency_s == 0.0 and all(row.bytes_s > 1e8 for row in found)
+    rows = list(levels.cpu_levels((16 << 10, 1 << 18, 1 << 22)))
+    assert [row.level for row in rows] == ["L1", "L2", "DRAM"]
+    assert rows[0].latency_s == 0.0 and all(row.bytes_s > 1e8 for row in rows)
     assert torch.get_num_threads() == before
 
 

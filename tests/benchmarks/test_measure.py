@@ -63,7 +63,7 @@ def test_without_a_mark_to_reset_a_thread_samples(monkeypatch, tmp_path):
     assert 28 * MIB < peak_extra_bytes(slow, CPU)[0] < 110 * MIB
 
 
-def test_where_nothing_can_be_read_the_answer_is_none(monkeypatch, tmp_path):
+def test_peak_memory_is_none_without_proc_status(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "STATUS", tmp_path / "status")
     assert peak_extra_bytes(lambda: 7, CPU) == (None, 7)
 

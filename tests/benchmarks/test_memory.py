@@ -69,7 +69,7 @@ def test_the_committed_figures_reach_the_thresholds():
     assert all(verdict.ok for verdict in check_thresholds(COMMITTED, memory.THRESHOLDS))
 
 
-def test_what_does_not_follow_is_said():
+def test_claims_that_do_not_hold_get_a_verdict():
     claims = memory_report.claims(COMMITTED)
     verdicts = {claim.published: claim.verdict for claim in claims}
     assert len(verdicts) == 8

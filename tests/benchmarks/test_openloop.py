@@ -25,7 +25,7 @@ def test_memory_growth_is_what_stays():
     assert openloop.growth_mib([(0.0, 1.0)]) == 0.0 and openloop.rss_mib(os.getpid()) > 10
 
 
-def test_fairness_is_among_those_who_are_served_together():
+def test_fairness_compares_requests_served_together():
     assert openloop.fairness([2.0] * 5) == 1 and openloop.fairness([1.0, 0.0, 0.0, 0.0]) == 0.25
     slow_then_fast = [9.0] * 40 + [1.0] * 40
     assert openloop.fairness(slow_then_fast) < 0.7 < openloop.neighbours(slow_then_fast) == 1
@@ -48,7 +48,7 @@ def test_a_summary_counts_what_failed():
 def test_a_server_under_load_is_measured(capsys):
     from onchip.engine.llm import LLM
     from onchip.server.app import Server, ServerOptions
-    from onchip.server.run import BackgroundServer
+    from onchip.server.process import BackgroundServer
 
     llm = LLM("tiny", num_pages=200, max_num_seqs=8, swap_space=0)
     with BackgroundServer(Server(llm.engine, ServerOptions("tiny"))) as url:

@@ -23,10 +23,10 @@ def find(what):
 
 def test_the_committed_rows_are_of_these_claims_and_meet_their_thresholds():
     """If this fails because a figure was added, run `python -m benchmarks paper` again."""
-    found = list(claims())
+    specs = list(claims())
     rows = [row for row in COMMITTED if "verdict" in row]
-    assert [(r["bench"], r["kernel"]) for r in rows] == [(c.section, c.what) for c in found]
-    for row, claim in zip(rows, found, strict=True):
+    assert [(r["bench"], r["kernel"]) for r in rows] == [(c.section, c.what) for c in specs]
+    for row, claim in zip(rows, specs, strict=True):
         assert row["published"] == claim.published
         assert row["verdict"] == verdict(claim, row["measured"])
         assert row["predicted"] == pytest.approx(claim.predicted)
@@ -69,23 +69,23 @@ def test_one_head_executed_is_one_head_predicted():
     chip = Chip(sram=4096, scratch=torch.float16)
     problem = paper_claims.problem(111, 40)
     for kernel, name in (("paper_v0", "standard"), ("paper_v1", "v1"), ("paper_v2", "v2")):
-        found, moved = (
+        counted, moved = (
             paper_runs.counted(kernel, 111, 40, chip),
             paper_claims.both(name, problem, chip),
         )
-        assert (found.hbm_bytes, found.flops) == (moved.hbm_bytes, moved.flops), kernel
-    assert found.forward_bytes == traffic.v2(problem, chip).hbm_bytes
+        assert (counted.hbm_bytes, counted.flops) == (moved.hbm_bytes, moved.flops), kernel
+    assert counted.forward_bytes == traffic.v2(problem, chip).hbm_bytes
 
 
-def test_softmax_reads_as_often_as_its_name_says():
+def test_softmax_reads_its_input_once_per_pass():
     assert [paper_runs.passes(f"{n}_pass", 999) for n in ("three", "two", "one")] == [3, 2, 1]
 
 
-def test_times_are_of_one_thread_and_threads_come_back():
-    seen, before = [], torch.get_num_threads()
-    job = lambda: seen.append(torch.get_num_threads())
-    found = paper_runs.thread_seconds({"job": job}, rounds=2)
-    assert found["job"] >= 0 and seen == [1, 1] and torch.get_num_threads() == before
+def test_times_are_of_one_thread_and_the_number_is_restored():
+    num_threads, before = [], torch.get_num_threads()
+    job = lambda: num_threads.append(torch.get_num_threads())
+    seconds = paper_runs.thread_seconds({"job": job}, rounds=2)
+    assert seconds["job"] >= 0 and num_threads == [1, 1] and torch.get_num_threads() == before
     assert paper_runs.speedup(127, 32, 2, "both") > 0
     assert paper_runs.cache_token_bytes(3, 2, 64) == 2 * 3 * 2 * 64 * 2
 
@@ -107,7 +107,7 @@ def test_a_quick_run_counts_and_does_not_time(monkeypatch):
     assert not session.refused and session.rows[-1]["bench"] == "elapsed"
 
 
-def test_counters_stand_beside_the_prediction(monkeypatch):
+def test_counter_rows_have_the_prediction(monkeypatch):
     call = paper.COUNTED[0]
     kernels = [paper.counters.KernelBytes("forward_kernel", 2.0e8, 7.0e7)]
     monkeypatch.setattr(paper.counters, "count", lambda calls: [kernels] * len(calls))

@@ -53,7 +53,7 @@ def test_memory_that_was_not_measured_is_dashed(tmp_path):
     assert all(word in text for word in ("its square law", "standard attention", "1M", "dasharray"))
 
 
-def test_loss_curves_lie_one_over_the_other(tmp_path):
+def test_loss_curves_are_drawn_in_one_plot(tmp_path):
     """Also where speeds were measured in the same run; how far apart the first of SDPA is from
     itself is not drawn.
     """

@@ -77,7 +77,7 @@ def test_a_slow_link_is_slow(measured):
     assert row["step_ms"] < 5 * (row["messages_ms"] + row["kernels_ms"])
 
 
-def test_a_busy_machine_is_told(monkeypatch):
+def test_rows_of_a_busy_machine_are_marked(monkeypatch):
     """Rows that other processes disturbed are marked, and no threshold selects them."""
     monkeypatch.setattr(ring_ranks, "QUICK_TOKENS", (4096,))  # shorter steps have no threshold
     part = {"seconds": dict.fromkeys(ring_ranks.JOBS, [1.0]), "messages": 1, "bytes": 1, "link": 0}

@@ -17,11 +17,11 @@ def cut():
 def test_rounds_are_one_call(cut):
     """Out and gradients, as near to one another as two roundings to bf16 allow."""
     rounds = [zigzag(8).unshard(each) for each in ring_chunks.in_rounds(cut, True)]
-    for found, one in zip(rounds, ring_chunks.one_call(cut, True), strict=True):
-        assert rmse(found, one.double()) < 4e-3 * one.double().square().mean().sqrt()
+    for ring, one in zip(rounds, ring_chunks.one_call(cut, True), strict=True):
+        assert rmse(ring, one.double()) < 4e-3 * one.double().square().mean().sqrt()
 
 
-def test_every_key_meets_every_query_that_sees_it(cut):
+def test_every_visible_pair_is_in_one_round(cut):
     pairs = sum(at.count_pairs((1, 2)) for step in cut.steps() for _, _, at in step)
     assert pairs == 2 * 333 * 334 // 2
 

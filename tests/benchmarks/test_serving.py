@@ -84,12 +84,12 @@ def tiny():
     return quick()
 
 
-def test_a_workload_is_served_as_it_was_asked(tiny):
+def test_a_workload_gets_its_numbers_of_tokens(tiny):
     with tiny.llm(num_pages=200) as llm:
         warm_up(llm.engine, tiny.workload)
         ran = serve(llm.engine, [tiny.workload])
-        found = llm.stats().tokens_cached  # a token or two are alike by chance
-        assert found < 0.01 * tiny.workload.num_prompt_tokens
+        num_cached = llm.stats().tokens_cached  # a token or two are alike by chance
+        assert num_cached < 0.01 * tiny.workload.num_prompt_tokens
     assert ran.marks[-1].counts == [count for _, count in tiny.workload.requests]
     assert ran.columns["steps"] <= tiny.workload.steps + 1 and ran.columns["host_share"] is None
     # After a step the requests that it ended hold no pages.
@@ -105,7 +105,7 @@ def test_batches_follow_one_another(tiny):
     assert first.counts[:9] == [count for _, count in tiny.workload.requests[:9]]
 
 
-def test_a_cache_of_8_bits_is_served_and_said():
+def test_a_cache_of_8_bits_is_served_and_named_in_the_row():
     session = Session(quick=True, device=CPU, kv_dtypes=["int8"])
     tiny = serving.setting(session, "qwen3-0.6b", serving.QWEN3)
     assert tiny.page_bytes * 64 == quick().page_bytes * (16 + 4)  # fp32 here
@@ -129,7 +129,7 @@ def test_a_request_that_fails_leaves_no_row():
         serve(llm.engine, [tiny.workload])
 
 
-def test_a_capped_pool_preempts_the_way_it_was_told(tiny):
+def test_a_capped_pool_preempts_by_the_chosen_policy(tiny):
     rows = {way: serving.capped(tiny, way)[0] for way in serving.WAYS}
     assert rows["recompute"]["swapped"] == 0 < rows["recompute"]["recomputed"]
     assert rows["swap"]["swapped"] > 0, "nobody went to the host"
@@ -207,7 +207,7 @@ def test_a_server_is_loaded_from_outside():
     assert row["first_token_ms"]["p50"] > 0 and row["memory_mib"] and 0 < row["fairness"] <= 1
 
 
-def test_a_crowd_is_answered_client_by_client():
+def test_all_of_many_clients_are_answered():
     pytest.importorskip("fastapi")
     session = Session(quick=True, only=["crowd"], seconds=0.5)
     serving.run(session)

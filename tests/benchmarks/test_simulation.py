@@ -81,7 +81,7 @@ def test_events_count_what_single_steps_count(name, load):
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)
-def test_while_somebody_waits_every_slot_is_one_of_four(name):
+def test_slots_of_a_busy_server_are_in_four_states(name):
     slots = 799
     server = SimServer(ALLOCATORS[name](slots), sample_every=1)
     usage = server.run(arrivals(SHORT, rate_of(SHORT, slots, 3, 0), 400, 0), 400)
@@ -91,7 +91,7 @@ def test_while_somebody_waits_every_slot_is_one_of_four(name):
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)
-def test_everybody_is_served_in_the_end(name):
+def test_every_request_is_served_and_all_memory_is_freed(name):
     """No request is lost or starves, however often it is preempted, and all memory is freed."""
     requests = [SimRequest(0, p, o) for p, o in islice(SHORT.lengths(1), 63)]
     allocator = ALLOCATORS[name](323)
@@ -153,7 +153,7 @@ def test_first_fit_refuses_only_what_fits_nowhere():
     assert space.take(60) == (0, 60) and space.free == []
 
 
-def test_buddies_round_up_and_rejoin():
+def test_buddy_blocks_round_up_and_merge():
     space = Buddy(96)  # 64 and 32
     assert space.take(33) == (0, 64) and space.take(17) == (64, 32) and space.take(1) is None
     space.give(0, 64)
@@ -188,14 +188,14 @@ LENGTHS = list(islice(SHORT.lengths(2), 12))
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_samples_share_the_full_pages_of_their_prompt(n, page_size):
     """After a write every sample has its own last page: full pages of the prompt are shared."""
-    found = parallel_sampling(LENGTHS, n, page_size)
+    simulated = parallel_sampling(LENGTHS, n, page_size)
     held = alone = 0
     for prompt, output in LENGTHS:
         for length in range(prompt + 1, prompt + output + 1):
             pages, full = -(-length // page_size), prompt // page_size
             held, alone = held + full + n * (pages - full), alone + n * pages
-    assert (found.held, found.alone) == (held, alone)
-    assert found.copied == sum((n - 1) * (prompt % page_size) for prompt, _ in LENGTHS)
+    assert (simulated.held, simulated.alone) == (held, alone)
+    assert simulated.copied == sum((n - 1) * (prompt % page_size) for prompt, _ in LENGTHS)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

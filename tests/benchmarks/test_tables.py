@@ -117,7 +117,7 @@ def test_bands_and_doubts_are_shown_row_by_row(tmp_path):
     assert "| 0.50 (0.49 to 0.51), does not count: no fa3 in this run |" in text
 
 
-def test_pages_and_grouped_heads_are_told_row_by_row(tmp_path):
+def test_rows_name_their_page_size_and_kv_heads(tmp_path):
     row = gpu_row(512, 1.02)
     rows = [row | {"page_size": size, "num_kv_heads": 4} for size in (1, None)]
     text = tables.table("bench:cpu:rows", results(tmp_path, rows))

@@ -16,7 +16,7 @@ def quick():
     return Session(device=CPU, quick=True)
 
 
-def test_a_prefix_is_found_but_for_one_token(quick):
+def test_a_prefix_hit_saves_all_but_the_last_token(quick):
     hit, publish = tiers.prefix(quick, 333)
     assert hit["saved_tokens"] == 332 and publish["saved_tokens"] is None
     assert hit["unit"] == "ms" and hit["token_ns"] == pytest.approx(hit["value"] * 1e6 / 333)
@@ -40,7 +40,7 @@ def test_swap_rows_are_rates_beside_a_plain_copy(quick, monkeypatch):
     assert rows[2]["value"] > 0 and rows[2]["ratio"] is None
 
 
-def test_bytes_that_do_not_come_back_get_no_row(monkeypatch):
+def test_a_swap_that_loses_bytes_gets_no_row(monkeypatch):
     monkeypatch.setattr(tiers, "LINK_BYTES", 1 << 10)
     swapper = tiers.Swapper(CPU, 40, 1)
     swapper.check()

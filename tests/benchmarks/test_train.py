@@ -20,7 +20,7 @@ from onchip.models import ModelConfig, num_parameters
 CPU = torch.device("cpu")
 
 
-def test_the_whole_of_it_runs_here(tmp_path, capsys, monkeypatch):
+def test_all_rows_are_measured_on_a_cpu(tmp_path, capsys, monkeypatch):
     """In few steps: a CPU without bf16 takes a second for each."""
     monkeypatch.setattr(train, "ROUNDS", 2)
     monkeypatch.setattr(gpu, "TRIES", 1)

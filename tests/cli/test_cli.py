@@ -137,7 +137,7 @@ def test_bench_without_a_name_lists_the_benchmarks(capsys):
     assert capsys.readouterr().out.startswith("cpu ")
 
 
-def test_explain_asks_about_any_size_at_no_cost(capsys):
+def test_explain_allocates_nothing_for_any_size(capsys):
     size = ["--seqlen", "1000000", "--batch", "64", "--heads", "32", "--kv-heads", "8"]
     assert run("explain", *size, "--device", "cpu", "--dtype", "bf16", "--causal") == 0
     out = capsys.readouterr().out
@@ -146,13 +146,13 @@ def test_explain_asks_about_any_size_at_no_cost(capsys):
 
 
 def test_explain_passes_every_option_on(monkeypatch):
-    seen = {}
-    monkeypatch.setattr(onchip, "explain", lambda *t, **options: seen.update(options, t=t))
+    passed = {}
+    monkeypatch.setattr(onchip, "explain", lambda *t, **options: passed.update(options, t=t))
     run("explain", "--device", "cpu", "--window", "255", "none", "--softcap", "30", "--stats")
-    assert seen["window_size"] == (255, None)
-    assert (seen["softcap"], seen["return_stats"], seen["kernel"]) == (30.0, True, None)
+    assert passed["window_size"] == (255, None)
+    assert (passed["softcap"], passed["return_stats"], passed["kernel"]) == (30.0, True, None)
     run("explain", "--device", "cpu", "--seqlen", "7", "--seqlen-k", "9", "--head-dim-v", "16")
-    q, k, v = seen["t"]
+    q, k, v = passed["t"]
     assert (q.shape, k.shape, v.shape) == ((1, 7, 8, 64), (1, 9, 8, 64), (1, 9, 8, 16))
     assert (q.stride(-1), v.stride(-1)) == (1, 1)
 
@@ -196,17 +196,17 @@ def test_progress_is_seen_where_there_is_no_terminal(monkeypatch, capsys):
     from rich.console import Console
 
     monkeypatch.setattr(commands, "PROGRESS_S", 0.0)
-    with commands._progress(Console()) as tell:
-        tell("first part", 0.0)
-        tell("second part", 0.5)
+    with commands._progress(Console()) as report_progress:
+        report_progress("first part", 0.0)
+        report_progress("second part", 0.5)
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["onchip:   0% after 0 s: first part", "onchip:  50% after 0 s: second part"]
     monkeypatch.setattr(commands, "PROGRESS_S", 3600.0)
-    with commands._progress(Console()) as tell:
-        tell("first part", 0.0)
-    with commands._progress(Console(force_terminal=True)) as tell:
+    with commands._progress(Console()) as report_progress:
+        report_progress("first part", 0.0)
+    with commands._progress(Console(force_terminal=True)) as report_progress:
         monkeypatch.setattr(commands, "PROGRESS_S", 0.0)
-        tell("first part", 0.0)
+        report_progress("first part", 0.0)
     assert capsys.readouterr().err == ""
 
 

@@ -19,55 +19,56 @@ def results():
     patch.setattr(demo, "QUICK_MASKED_LENGTH", 640)
     patch.setattr(demo, "MEMORY_CAP_BYTES", 2 * 4 * 4 * 500**2)
     progress = []
-    found = demo.run(quick=True, tell=lambda title, done: progress.append((title, done)))
+    record = lambda title, done: progress.append((title, done))
+    measured = demo.run(quick=True, report_progress=record)
     patch.undo()
-    return found, progress
+    return measured, progress
 
 
 def test_every_method_is_measured_at_every_length(results):
-    found, _ = results
-    assert [(m.seqlen, m.method) for m in found.lengths] == [
+    measured, _ = results
+    assert [(m.seqlen, m.method) for m in measured.lengths] == [
         (n, m) for n in (64, 129, 512) for m in METHODS
     ]
-    for m in found.lengths + found.masked:
+    for m in measured.lengths + measured.masked:
         if m.refused_bytes is None:
             assert m.time_s > 0 and 0 <= m.error < 1e-5
 
 
 def test_what_does_not_fit_is_refused_with_its_size(results):
-    found, _ = results
-    refused = [m for m in found.lengths if m.refused_bytes is not None]
+    measured, _ = results
+    refused = [m for m in measured.lengths if m.refused_bytes is not None]
     assert [(m.method, m.seqlen) for m in refused] == [("standard", 512)]
     assert refused[0].refused_bytes == 2 * demo.NUM_HEADS * 512 * 512 * 4
     assert refused[0].time_s is None
-    assert f"{refused[0].refused_bytes:,} bytes" in report.refusals(found)[0]
+    assert f"{refused[0].refused_bytes:,} bytes" in report.refusals(measured)[0]
 
 
 def test_the_masks_are_compared_with_a_dense_one(results):
-    found, _ = results
-    assert {(m.mask, m.method) for m in found.masked} == {
+    measured, _ = results
+    assert {(m.mask, m.method) for m in measured.masked} == {
         (mask, m) for mask in ("window 256", "16 documents") for m in ("sdpa", "onchip")
     }
-    assert set(report.masked_speedups(found)) == {"window 256", "16 documents"}
+    assert set(report.masked_speedups(measured)) == {"window 256", "16 documents"}
 
 
 def test_cut_keys_merge(results):
-    found, _ = results
-    assert sum(found.merge_cut) == 320
-    assert 0 < found.merge_gap < 1e-5
+    measured, _ = results
+    assert sum(measured.merge_cut) == 320
+    assert 0 < measured.merge_gap < 1e-5
 
 
-def test_memory_below_the_resolution_is_said_and_drawn():
+def test_memory_below_the_resolution_is_marked_in_table_and_plot():
     """A reading of 0 B is no measurement: a call holds its result at least."""
-    found = Results("machine", "float32", 1000)
+    measured = Results("machine", "float32", 1000)
     sizes = {64: (0, 65536), 128: (200_000, 131072), 256: (600_000, 262144)}
-    found.lengths = [
+    measured.lengths = [
         Measurement("onchip", n, "causal", 1e-3, peak, 1e-7, least_bytes=least)
         for n, (peak, least) in sizes.items()
     ]
-    found.masked = [Measurement(m, 64, "window", 1e-3, 1, 1e-7) for m in ("sdpa", "onchip")]
-    assert [report.cells(m)[1] for m in found.lengths] == ["≥ 65.5 kB", "200 kB", "600 kB"]
-    text = report.page(found)
+    measured.masked = [Measurement(m, 64, "window", 1e-3, 1, 1e-7) for m in ("sdpa", "onchip")]
+    assert [report.cells(m)[1] for m in measured.lengths] == ["≥ 65.5 kB", "200 kB", "600 kB"]
+    text = report.page(measured)
     assert "0 B<" not in text and "≥ 65.5 kB" in text and "hollow point" in text
     line = re.search(r'<path d="M[^"]*" [^>]*stroke: var\(--onchip\)[^>]*stroke-width: 1.8', text)
     assert line and line[0].count("L ") == 2  # three points in a line
@@ -96,10 +97,10 @@ def test_lengths_that_would_take_too_long_are_left_out(monkeypatch):
     monkeypatch.setattr(demo, "QUICK_LENGTHS", (64, 128))
     monkeypatch.setattr(demo, "QUICK_MASKED_LENGTH", 256)
     monkeypatch.setattr(demo, "TIME_BUDGET_S", -1.0)
-    found = demo.run(quick=True)
-    assert (found.lengths, found.omitted) == ([], [64, 128])
-    assert "64, 128 tokens" in report.omissions(found)[0]
-    report.page(found)
+    measured = demo.run(quick=True)
+    assert (measured.lengths, measured.omitted) == ([], [64, 128])
+    assert "64, 128 tokens" in report.omissions(measured)[0]
+    report.page(measured)
 
 
 def test_the_check_is_exact_attention():
@@ -152,20 +153,20 @@ def test_the_report_is_one_file_without_links(results):
 
 def test_the_pictures_take_their_colours_from_the_page(results):
     text = report.page(results[0])
-    assert not any(mark in text for mark in report.MARKS)
+    assert not any(mark in text for mark in report.PLACEHOLDERS)
     for colour in ("--standard", "--sdpa", "--onchip", "--grid"):
         assert f"var({colour})" in text
     assert "prefers-color-scheme: dark" in text
 
 
-def test_the_report_escapes_what_it_is_told():
-    found = Results("<b>machine & co</b>", "float32", 1000)
-    found.lengths = [Measurement("onchip", 64, "causal", 1e-3, 1000, 1e-7)]
-    found.masked = [
+def test_the_report_escapes_html():
+    measured = Results("<b>machine & co</b>", "float32", 1000)
+    measured.lengths = [Measurement("onchip", 64, "causal", 1e-3, 1000, 1e-7)]
+    measured.masked = [
         Measurement("sdpa", 64, "a<b", 2e-3, 1, 1e-7),
         Measurement("onchip", 64, "a<b", 1e-3, 1, 1e-7),
     ]
-    text = report.page(found)
+    text = report.page(measured)
     assert "&lt;b&gt;machine &amp; co" in text
     assert "a<b" not in text
 
@@ -228,8 +229,8 @@ def test_human_time(value, text):
 @pytest.mark.slow
 def test_the_whole_demo(tmp_path):
     """As `make demo` runs it; every answer within fp32 reach of fp64."""
-    found = demo.run()
-    report.write_html(found, tmp_path / "report.html")
-    measured = [m for m in found.lengths + found.masked if m.refused_bytes is None]
+    results = demo.run()
+    report.write_html(results, tmp_path / "report.html")
+    measured = [m for m in results.lengths + results.masked if m.refused_bytes is None]
     assert {m.seqlen for m in measured} >= {512, 1024, 2048, 4096}
-    assert all(m.error < (1e-5 if found.dtype == "float32" else 5e-2) for m in measured)
+    assert all(m.error < (1e-5 if results.dtype == "float32" else 5e-2) for m in measured)

@@ -13,26 +13,26 @@ from onchip.core.backend import make_backend
 
 
 def test_it_looks_at_the_machine():
-    found = {f.subject: f for f in doctor.findings()}
-    assert {"Python", "torch", "Triton", "C compiler", "CPU"} <= found.keys()
-    assert found["torch"].found == torch.__version__
+    findings = {f.subject: f for f in doctor.findings()}
+    assert {"Python", "torch", "Triton", "C compiler", "CPU"} <= findings.keys()
+    assert findings["torch"].found == torch.__version__
 
 
-def test_what_is_missing_comes_with_a_sentence(monkeypatch):
+def test_missing_tools_are_reported_with_advice(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = {f.subject: f for f in doctor.findings()}
-    assert found["C compiler"].found == "none"
+    findings = {f.subject: f for f in doctor.findings()}
+    assert findings["C compiler"].found == "none"
     for subject in ("C compiler", "GPU"):
-        assert isinstance(found[subject], Finding)
-        assert found[subject].advice.endswith(".")
+        assert isinstance(findings[subject], Finding)
+        assert findings[subject].advice.endswith(".")
 
 
 def test_the_launcher_needs_headers_too(monkeypatch, tmp_path):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
-    found = doctor._launcher()
-    assert "no Python.h" in found.found and found.advice.endswith(".")
+    finding = doctor._launcher()
+    assert "no Python.h" in finding.found and finding.advice.endswith(".")
     (tmp_path / "Python.h").touch()
     assert doctor._launcher() == Finding("C compiler", "/usr/bin/gcc, with Python.h")
     monkeypatch.setenv("CC", "tcc")
@@ -64,16 +64,16 @@ def test_first_calls_are_timed_and_refusals_left_out(monkeypatch):
 
     original = onchip.attention
     monkeypatch.setattr(onchip, "attention", attention)
-    found = list(doctor.time_first_calls(torch.device("cpu")))
-    assert {c.kernel for c in found} == {"triton"} and {c.first_s for c in found} == {3.0}
-    assert len(found) == 2 * len(doctor.FIRST_CALLS)
+    timings = list(doctor.time_first_calls(torch.device("cpu")))
+    assert {c.kernel for c in timings} == {"triton"} and {c.first_s for c in timings} == {3.0}
+    assert len(timings) == 2 * len(doctor.FIRST_CALLS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_memories_are_measured_and_nothing_compiles(monkeypatch, capsys):
     timing = levels.LevelTiming
     rows = [timing("L1", 16384, 150e9, 0.0), timing("DRAM", 1 << 28, 6e9, None)]
-    monkeypatch.setattr(levels, "measure", lambda device, tell: rows)
+    monkeypatch.setattr(levels, "measure", lambda device, report_progress: rows)
     assert main(["doctor", "--measure"]) == 0
     out = capsys.readouterr().out
     assert "Kernels here" in out and "torch finds none" in out
@@ -84,9 +84,9 @@ def test_without_a_gpu_memories_are_measured_and_nothing_compiles(monkeypatch, c
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_first_calls_compile():
-    found = doctor.first_calls()
-    assert {c.way for c in found} == {"forward", "backward"}
-    assert max(c.first_s for c in found) > 10 * max(c.second_s for c in found)
+    timings = doctor.first_calls()
+    assert {c.way for c in timings} == {"forward", "backward"}
+    assert max(c.first_s for c in timings) > 10 * max(c.second_s for c in timings)
 
 
 def test_the_table_covers_every_kernel_and_device_and_precision():
@@ -99,7 +99,7 @@ def test_the_table_covers_every_kernel_and_device_and_precision():
         assert not set(s.served) & set(s.refusals)
 
 
-def test_the_table_is_asked_for_not_typed(monkeypatch):
+def test_the_table_has_the_answers_of_dispatch(monkeypatch):
     """A kernel that appears in dispatch appears in the table, with what it answers."""
 
     def supports(problem, device):
@@ -133,8 +133,8 @@ def test_the_report_names_every_kernel(capsys):
 
 
 def test_models_of_our_own_and_of_transformers(monkeypatch):
-    found = {f.subject: f for f in doctor.findings()}["Models"]
-    assert "qwen3" in found.found and "slower" in found.advice
+    finding = {f.subject: f for f in doctor.findings()}["Models"]
+    assert "qwen3" in finding.found and "slower" in finding.advice
 
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)

@@ -148,7 +148,7 @@ def test_varied_fields_are_fields_of_the_config(config):
     assert set(tune.VARIED[config]) <= set(getattr(tiles, config)._fields)
 
 
-def test_a_key_is_shown_as_python_and_knows_its_head_dim():
+def test_a_key_has_its_expression_and_head_dim():
     knob = Knob(Table("HOPPER_FORWARD", "hopper", "forward"), 64)
     assert (str(knob), knob.head_dim) == ("HOPPER_FORWARD[64]", 64)
 

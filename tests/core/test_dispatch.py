@@ -29,9 +29,9 @@ def problem(seqlen_q, seqlen_k, **fields):
     [(8, 4096, "triton"), (16, 60, "hopper"), (4096, 4096, "hopper"), (16, 16, "hopper")],
 )
 def test_hopper_defers_queries_that_fill_no_tile_over_many_keys(seqlen_q, seqlen_k, kernel):
-    found = plan(problem(seqlen_q, seqlen_k), H200)
-    assert found.kernel == kernel
-    reason = found.reasons.get("hopper", "")
+    chosen = plan(problem(seqlen_q, seqlen_k), H200)
+    assert chosen.kernel == kernel
+    reason = chosen.reasons.get("hopper", "")
     assert reason.startswith(f"leaves seqlen_q={seqlen_q} to triton") == (kernel == "triton")
 
 
@@ -60,8 +60,8 @@ def test_few_queries_go_to_hopper_unless_cuts_must_be_fixed(seqlen_q, fields, ke
     ],
 )
 def test_hopper_leaves_half_empty_tiles_to_triton(num_kv_heads, seqlen, fields, kernel):
-    asked = problem(seqlen, seqlen, **fields)._replace(num_kv_heads=num_kv_heads)
-    assert plan(asked, H200).kernel == kernel
+    call = problem(seqlen, seqlen, **fields)._replace(num_kv_heads=num_kv_heads)
+    assert plan(call, H200).kernel == kernel
 
 
 KV8_DTYPES = [torch.int8, torch.float8_e4m3fn]
@@ -69,10 +69,10 @@ KV8_DTYPES = [torch.int8, torch.float8_e4m3fn]
 
 @pytest.mark.parametrize("page_dtype", KV8_DTYPES)
 def test_few_queries_over_pages_of_8_bits_go_to_hopper(page_dtype):
-    asked = problem(1, 4096, page_size=16, page_dtype=page_dtype)
-    assert plan(asked, H200).kernel == plan(asked._replace(batch=2048), H200).kernel == "hopper"
-    assert plan(asked, DeviceInfo("cuda", "A100", (8, 0))).kernel == "triton"
-    odd = plan(asked._replace(head_dim=63), H200)
+    call = problem(1, 4096, page_size=16, page_dtype=page_dtype)
+    assert plan(call, H200).kernel == plan(call._replace(batch=2048), H200).kernel == "hopper"
+    assert plan(call, DeviceInfo("cuda", "A100", (8, 0))).kernel == "triton"
+    odd = plan(call._replace(head_dim=63), H200)
     assert odd.kernel == "tiled" and "pairs of elements" in odd.reasons["triton"]
 
 
@@ -89,16 +89,16 @@ def test_few_queries_over_pages_of_8_bits_go_to_hopper(page_dtype):
     ],
 )
 def test_other_calls_over_pages_of_8_bits_go_to_triton(page_dtype, changed):
-    asked = problem(1, 4096, page_size=16, page_dtype=page_dtype)._replace(**changed)
-    found = plan(asked, H200)
-    assert found.kernel == "triton" and "8-bit pages for few queries" in found.reasons["hopper"]
+    call = problem(1, 4096, page_size=16, page_dtype=page_dtype)._replace(**changed)
+    chosen = plan(call, H200)
+    assert chosen.kernel == "triton" and "8-bit pages for few queries" in chosen.reasons["hopper"]
     with pytest.raises(onchip.UnsupportedError, match="'hopper' cannot serve this call"):
-        plan(asked, H200, "hopper")
+        plan(call, H200, "hopper")
 
 
 def test_small_pages_of_8_bits_go_to_triton():
-    found = plan(problem(1, 4096, page_size=8, page_dtype=torch.int8), H200)
-    assert found.kernel == "triton" and "not of 8" in found.reasons["hopper"]
+    chosen = plan(problem(1, 4096, page_size=8, page_dtype=torch.int8), H200)
+    assert chosen.kernel == "triton" and "not of 8" in chosen.reasons["hopper"]
 
 
 def test_a_kernel_that_is_named_does_not_defer():
@@ -119,8 +119,8 @@ def test_only_the_forward_is_deferred():
 )
 def test_few_or_deterministic_queries_over_pages_are_left_to_triton(seqlen_q, fields, reason):
     paged = problem(seqlen_q, 4096, page_size=16, **fields)
-    found = plan(paged, H200)
-    assert found.kernel == "triton" and reason in found.reasons["hopper"]
+    chosen = plan(paged, H200)
+    assert chosen.kernel == "triton" and reason in chosen.reasons["hopper"]
     assert plan(paged, H200, "hopper").kernel == "hopper"
 
 
@@ -216,7 +216,7 @@ def test_priority_orders_backends(priority, before, register, monkeypatch):
     onchip.unregister_backend("constant")
 
 
-def test_a_new_backend_is_asked_by_calls_that_were_planned_before(register):
+def test_a_new_backend_replaces_cached_plans(register):
     q, k, v = make_qkv(1, 8)
     assert not onchip.attention(q, k, v).eq(1).all()
     register("constant", Constant, priority=1000)
@@ -246,14 +246,14 @@ def test_another_backend_computes_a_backward_that_is_missing(register):
 
 def test_defaults_of_the_hooks():
     backend, x = Constant(), Tensors(*make_qkv(1, 8))
-    asked = problem(8, 8)
+    call = problem(8, 8)
     assert backend.precisions == (None,) and not backend.reads_pages and not backend.has_backward
-    assert backend.defers(asked) is None and backend.resolve_precision(asked) is None
-    assert backend.get_merge_fn(asked, x) is None and backend.get_accumulate_fn(asked) is None
-    assert not backend.can_partition_sms(asked, asked)
-    assert backend.plan_splits(asked, x, [(8, 8)]) is None
+    assert backend.defers(call) is None and backend.resolve_precision(call) is None
+    assert backend.get_merge_fn(call, x) is None and backend.get_accumulate_fn(call) is None
+    assert not backend.can_partition_sms(call, call)
+    assert backend.plan_splits(call, x, [(8, 8)]) is None
     with pytest.raises(onchip.UnsupportedError, match="Constant has no backward"):
-        backend.backward(asked, x, x.q, x.q, x.q, None)
+        backend.backward(call, x, x.q, x.q, x.q, None)
 
 
 def test_a_backend_from_functions():
@@ -262,7 +262,7 @@ def test_a_backend_from_functions():
     assert backend.forward(problem(8, 8), Tensors(*make_qkv(1, 8))).out.eq(1).all()
 
 
-def test_what_cannot_be_registered():
+def test_invalid_backends_are_not_registered():
     with pytest.raises(ValueError, match="'tiled' is registered already"):
         onchip.register_backend("tiled", Constant)
     with pytest.raises(ValueError, match="must be an identifier"):

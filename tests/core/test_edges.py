@@ -78,8 +78,8 @@ class TestScales:
         pages = ot.make_pages(packed.k, packed.v, packed.cu_seqlens_k, 4)
         q = packed.q.unflatten(0, (3, 2))
         out, lse = onchip.paged_attention(q, *pages, **exact, **options)
-        found = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
-        ot.assert_accurate(found, *packed[:3], **known)
+        results = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+        ot.assert_accurate(results, *packed[:3], **known)
 
 
 def overflowing(seqlen_q=150, seqlen_k=150, sign=-1.0):

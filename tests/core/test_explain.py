@@ -53,8 +53,8 @@ def test_the_residual_of_precise_delta():
     assert "residual    51.2 kB of out" in str(precise) and "residual" not in str(plain)
     cu = torch.tensor([0, 1, 50], dtype=torch.int32)
     packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 49, "max_seqlen_k": 49}
-    found = onchip.explain(q[0], q[0], q[0], precise_delta=True, **packed)
-    assert found.residual_bytes == q[0].numel() * 2
+    explanation = onchip.explain(q[0], q[0], q[0], precise_delta=True, **packed)
+    assert explanation.residual_bytes == q[0].numel() * 2
     with pytest.raises(TypeError, match="paged_attention.. has no option 'precise_delta'"):
         onchip.explain(*call([100]), precise_delta=True)
 
@@ -165,8 +165,8 @@ def test_a_level_that_runs_at_once_with_the_rest():
     arguments = call([8448] * 64, shared=512)
     plan = lambda **options: cascade.plan(*arguments[3:], PAGE, model, **options)
     ask = lambda **options: str(onchip.explain(*arguments, plan=plan(**options)))
-    told = "at once     64 programs read the pages that are not shared, 64 the level"
-    assert told in ask() and "at once" not in ask(cu_seqlens_q=list(range(65)))
+    line = "at once     64 programs read the pages that are not shared, 64 the level"
+    assert line in ask() and "at once" not in ask(cu_seqlens_q=list(range(65)))
 
 
 def test_time_names_the_bottleneck():
@@ -209,8 +209,8 @@ def test_pages_on_another_device():
     empty = {"dtype": torch.bfloat16}
     q, pages = torch.empty(4, 1, 32, 128, **empty), torch.empty(1024, 16, 8, 128, **empty)
     table = torch.arange(1024, dtype=torch.int32).view(4, 256)
-    asked = q, pages, pages, table, torch.full((4,), 4096, dtype=torch.int32)
-    x = onchip.explain(*asked, on="H200")
+    args = q, pages, pages, table, torch.full((4,), 4096, dtype=torch.int32)
+    x = onchip.explain(*args, on="H200")
     assert (x.plan.kernel, x.device.name, x.parts) == ("hopper", "NVIDIA H200", ())
     cut = plan_ranges(x.problem, [(1, 4096)] * 4, H200)
     assert x.splits == cut and f"predicted   {human_time(cut.seconds)}, " in str(x)
@@ -218,14 +218,14 @@ def test_pages_on_another_device():
         x.min_bytes + cut.scratch_bytes
     )
     table[:, :200] = torch.arange(200)
-    shared = onchip.explain(*asked, on="H200")
+    shared = onchip.explain(*args, on="H200")
     once = 3 * 200 * 16 * 8 * 2 * 128 * 2
     assert x.min_bytes - shared.min_bytes == once
-    model = costs(*asked[:3], H200)
+    model = costs(*args[:3], H200)
     assert shared.sharing.plain_s == pytest.approx(model.one_call(1024, 424))
     assert str(shared).count("predicted") == 1
     if find_spec("triton"):
-        older = onchip.explain(*asked, on="A100")
+        older = onchip.explain(*args, on="A100")
         assert older.plan.kernel == "triton" and "(108 processors)" in str(older)
 
 
@@ -250,13 +250,13 @@ def test_many_queries_are_not_split_at_fixed_positions():
 def test_predicted_times_with_and_without_splits():
     """The ranges of the Hopper kernel on an H200: 16 for each of 8 kv heads."""
     problem = make_problem(1, 4096, batch=2, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
-    found = plan_ranges(problem, [(1, 4096), (1, 1024)], H200)
-    assert (found.counts, found.programs, found.tile_n) == ((13, 4), 128, 64)
+    ranges = plan_ranges(problem, [(1, 4096), (1, 1024)], H200)
+    assert (ranges.counts, ranges.programs, ranges.tile_n) == ((13, 4), 128, 64)
     step = 64 * 2 * problem.head_dim * 2 * 132 / H200.memory_bytes_s
-    assert found.seconds == pytest.approx(H200.call_s + 5 * step)
-    assert found.uncut_s == pytest.approx(H200.call_s + 64 * step)
-    x = onchip.explain(*call([4096, 1024]))._replace(splits=found)
-    times = f"{human_time(found.seconds)}, {human_time(found.uncut_s)} without splits"
+    assert ranges.seconds == pytest.approx(H200.call_s + 5 * step)
+    assert ranges.uncut_s == pytest.approx(H200.call_s + 64 * step)
+    x = onchip.explain(*call([4096, 1024]))._replace(splits=ranges)
+    times = f"{human_time(ranges.seconds)}, {human_time(ranges.uncut_s)} without splits"
     assert f"predicted   {times}" in str(x._replace(hardware=H200)) and times not in str(x)
 
 
@@ -264,10 +264,10 @@ def test_pages_of_8_bits_have_twice_the_ranges():
     """Two programs on a processor share its memory bandwidth."""
     problem = make_problem(1, 1 << 17, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
     problem = problem._replace(page_size=16, page_dtype=torch.int8)
-    found = plan_ranges(problem, [(1, 1 << 17)], H200)
-    assert (found.counts, found.programs) == ((33,), 264)
+    ranges = plan_ranges(problem, [(1, 1 << 17)], H200)
+    assert (ranges.counts, ranges.programs) == ((33,), 264)
     step = 64 * 2 * (problem.head_dim + 4) * 132 / H200.memory_bytes_s
-    assert found.seconds == pytest.approx(H200.call_s + 2 * 63 * step)
+    assert ranges.seconds == pytest.approx(H200.call_s + 2 * 63 * step)
 
 
 def test_invalid_calls_are_refused_as_by_the_call():

@@ -203,9 +203,9 @@ def test_a_cascade_over_pages_of_8_bits_equals_the_plain_call():
     k_pages, v_pages, table, seqlens, _ = cache([48, 61, 50], 4)
     table[1:, :8] = table[0, :8]
     (k, v), scales = quantise_pages(k_pages, v_pages, torch.float8_e4m3fn)
-    asked = torch.empty(3, HEADS, DIM), k, v
-    assert moved(*asked).page == 4 * KV_HEADS * 2 * (DIM + 4)
-    model = costs(*asked)._replace(level=0, query=0, partial=0)
+    args = torch.empty(3, HEADS, DIM), k, v
+    assert moved(*args).page == 4 * KV_HEADS * 2 * (DIM + 4)
+    model = costs(*args)._replace(level=0, query=0, partial=0)
     plan = cascade.plan(table, seqlens, 4, model, seqlen_q=1)
     assert plan.levels
     q = torch.randn(3, 1, HEADS, DIM)
@@ -283,10 +283,10 @@ def test_pages_before_the_window_are_not_read():
     k_pages, v_pages, table, seqlens, ((k, v),) = cache([61], 4)
     q = torch.randn(1, 2, HEADS, DIM)
     options = {"window_size": (20, None)}
-    gone = (61 - 2 - 20) // 4
-    for page in table[0, :gone].tolist():
+    hidden = (61 - 2 - 20) // 4
+    for page in table[0, :hidden].tolist():
         k_pages[page] = v_pages[page] = float("nan")
-    table[0, :gone] = -7
+    table[0, :hidden] = -7
     got = onchip.paged_attention(q, k_pages, v_pages, table, seqlens, **options)
     torch.testing.assert_close(got, onchip.attention(q, k[None], v[None], causal=True, **options))
 

@@ -105,10 +105,10 @@ def test_a_sink_is_a_logit_without_a_value():
 def test_fold_holds_one_segment_at_a_time():
     q = torch.randn(1, 5, 2, 8)
     k, v = torch.randn(2, 1, 9, 2, 8)
-    seen = []
+    segments = []
 
     def attend(q, segment):
-        seen.append(segment)
+        segments.append(segment)
         k, v = segment()
         s = torch.einsum("bqhd,bkhd->bhqk", q, k)
         out, lse = finalize(lift(s, v.transpose(1, 2)))
@@ -119,7 +119,7 @@ def test_fold_holds_one_segment_at_a_time():
     whole, whole_lse = attend(q, lambda: (k, v))
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(lse, whole_lse)
-    assert len(seen) == 4
+    assert len(segments) == 4
 
 
 class TestMergeStates:

@@ -194,10 +194,10 @@ class TestVmap:
         def fn(q, k, v, given):
             return onchip.attention(q, k, v, **{name.split()[0]: given})
 
-        found = torch.vmap(fn, in_dims=(0, 0, 0, in_dims))(q, k, v, given)
+        result = torch.vmap(fn, in_dims=(0, 0, 0, in_dims))(q, k, v, given)
         for i in range(5):
             own = given if in_dims is None else given.select(in_dims, i)
-            torch.testing.assert_close(found[i], fn(q[i], k[i], v[i], own))
+            torch.testing.assert_close(result[i], fn(q[i], k[i], v[i], own))
 
     def test_gradients_of_each_entry(self):
         q, k, v = torch.randn(3, 5, 2, 20, 4, 16, dtype=torch.float64)
@@ -315,12 +315,12 @@ class TestEager:
     @pytest.fixture
     def calls(self, monkeypatch):
         """The names of the ops that run."""
-        found = []
+        names = []
         for name in ("_FORWARD", "_BACKWARD"):
             op = getattr(torch_op, name)
-            call = lambda *args, name=name, op=op: (found.append(name), op(*args))[1]
+            call = lambda *args, name=name, op=op: (names.append(name), op(*args))[1]
             monkeypatch.setattr(torch_op, name, call)
-        return found
+        return names
 
     @pytest.mark.parametrize("name", OPTIONS)
     def test_eager_gradients_equal_the_gradients_of_the_op(self, name, calls, monkeypatch):
@@ -482,8 +482,8 @@ def test_one_tensor_as_several_arguments_compiles():
         return onchip.varlen_attention(x, x, x, cu, cu, 21, 21, causal=True).square().sum()
 
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    (found,), (expected,) = (torch.autograd.grad(f(x, cu), x) for f in (compiled, loss))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    (grad,), (expected,) = (torch.autograd.grad(f(x, cu), x) for f in (compiled, loss))
+    torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
 
 
 def packed(q, k, v, **options):

@@ -266,12 +266,13 @@ def judge(function, transform, compiled=False):
     where = f"{transform} of {function}{', compiled' * compiled}"
     expected = apply(plain)
     try:
-        found = run_compiled(apply, attend, is_whole) if compiled else apply(attend)
+        result = run_compiled(apply, attend, is_whole) if compiled else apply(attend)
     except Exception as error:
-        said = "\n".join(str(e) for e in chain(error))
-        assert SENTENCES.search(said) or OF_TORCH.search(said), f"{where}: {error!r}"
-        return said
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=lambda m: f"{where}: {m}")
+        text = "\n".join(str(e) for e in chain(error))
+        assert SENTENCES.search(text) or OF_TORCH.search(text), f"{where}: {error!r}"
+        return text
+    name = lambda message: f"{where}: {message}"
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9, msg=name)
     return "right"
 
 
@@ -299,7 +300,7 @@ def test_the_table_covers_every_function():
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_right_or_refused(function):
     results = {transform: judge(function, transform) for transform in TRANSFORMS}
-    right = {transform for transform, said in results.items() if said == "right"}
+    right = {transform for transform, verdict in results.items() if verdict == "right"}
     refused = {name: results[name] for name in SERVED.get(function, set()) - right}
     assert not refused
 
@@ -328,6 +329,6 @@ def test_torch_drops_second_derivatives_of_views():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("function, transform", sorted(COMPILED))
 def test_right_or_refused_compiled(function, transform):
-    said = judge(function, transform, compiled=True)
+    verdict = judge(function, transform, compiled=True)
     is_whole = TRANSFORMS[transform][2]
-    assert said == "right" or not is_whole or transform not in SERVED.get(function, set())
+    assert verdict == "right" or not is_whole or transform not in SERVED.get(function, set())

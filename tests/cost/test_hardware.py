@@ -70,13 +70,13 @@ def test_devices_are_found_by_their_name():
 def test_a_row_matches_one_variant(name, processors, gigabytes, row):
     sizes = {"multi_processor_count": processors, "total_memory": gigabytes * 10**9}
     about = SimpleNamespace(name=name, **sizes, memory_clock_rate=1_215_000, memory_bus_width=5120)
-    found = hardware.of_properties(about)
-    assert found is row if row else found.name == name and not found.is_known
+    gpu = hardware.of_properties(about)
+    assert gpu is row if row else gpu.name == name and not gpu.is_known
 
 
 def test_only_the_memory_of_other_devices_is_known():
     card = {"name": "NVIDIA L4", "multi_processor_count": 58, "total_memory": 24 * 10**9}
     about = SimpleNamespace(**card, memory_clock_rate=6_251_000, memory_bus_width=192)
-    found = hardware.from_properties(about)
-    assert not found.is_known and found.memory_bytes_s == pytest.approx(300e9, rel=0.001)
+    gpu = hardware.from_properties(about)
+    assert not gpu.is_known and gpu.memory_bytes_s == pytest.approx(300e9, rel=0.001)
     assert hardware.from_properties(SimpleNamespace(**card)) is None

@@ -69,8 +69,8 @@ BREAK_EVEN = {
 
 def test_single_calls_equal_the_results_file():
     rows = json.loads((RESULTS / "h200-paged.json").read_text())["rows"]
-    found = [row for row in rows if row["bench"] == "cascade"]
-    cells = {(row["batch"], row["seqlen"]): row["peers"]["one call"] for row in found}
+    cascades = [row for row in rows if row["bench"] == "cascade"]
+    cells = {(row["batch"], row["seqlen"]): row["peers"]["one call"] for row in cascades}
     assert cells == {
         (batch, shared + own): pytest.approx(one, rel=0.02)
         for (batch, shared, own), one in ONE_CALL.items()
@@ -87,7 +87,7 @@ def test_break_even(shape):
     assert {batch: shortest(batch, model) for batch in BREAK_EVEN[shape]} == BREAK_EVEN[shape]
 
 
-def test_chunks_gain_nothing():
+def test_a_cascade_is_not_chosen_for_long_chunks():
     """8 sequences of 512 queries each are bound by products with and without a level. Bytes alone
     chose one: 235 MB of keys less to read.
     """
@@ -159,11 +159,11 @@ TOGETHER = {2: 69.8, 3: 55.5, 4: 49.9, 5: 58.9, 6: 73.6}
 
 def test_overlapped_levels_within_a_sixth_and_the_best_is_chosen():
     model = model_of()
-    found = {n: model._together(64 * 256 // PAGE, 64, 8192 // PAGE, n) for n in TOGETHER}
-    predicted = {n: 1e6 * found[n].seconds for n in TOGETHER}
+    plans = {n: model._together(64 * 256 // PAGE, 64, 8192 // PAGE, n) for n in TOGETHER}
+    predicted = {n: 1e6 * plans[n].seconds for n in TOGETHER}
     assert predicted == pytest.approx(TOGETHER, rel=1 / 6)
     chosen = model.together(64 * 256 // PAGE, 64, 8192 // PAGE)
-    assert chosen == found[min(TOGETHER, key=TOGETHER.get)]
+    assert chosen == plans[min(TOGETHER, key=TOGETHER.get)]
     assert chosen[:3] == (64, 64, 4)
 
 

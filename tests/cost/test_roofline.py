@@ -42,9 +42,9 @@ def test_every_measured_cell_is_predicted_within_a_limit(bench, limit):
     units and rates. The structure of the model was decided with them in view: this guards it, and
     proves nothing about other calls.
     """
-    found = [(r, p) for r, p in cells() if r["bench"] == bench]
-    assert len(found) == 36
-    for r, problem in found:
+    rows = [(r, p) for r, p in cells() if r["bench"] == bench]
+    assert len(rows) == 36
+    for r, problem in rows:
         pairs = r["seqlen"] ** 2 / (2 if problem.causal else 1)
         flops = 4 * r["batch"] * r["num_heads"] * pairs * r["head_dim"]
         backward = bench != "forward"
@@ -59,9 +59,9 @@ def test_held_out_short_calls_are_predicted_within_a_fifth():
     shares = []
     for r in rows:
         shape = r["batch"], r["seqlen"], r["num_heads"], r["head_dim"]
-        found = predict(make_problem(*shape, causal=r["mask"] == "causal"), H200, "hopper")
-        if r["kernel"] == "hopper" and found.modelled:
-            shares.append(1e6 * found.seconds / r["value"])
+        predicted = predict(make_problem(*shape, causal=r["mask"] == "causal"), H200, "hopper")
+        if r["kernel"] == "hopper" and predicted.modelled:
+            shares.append(1e6 * predicted.seconds / r["value"])
     assert len(shares) == 16 and min(shares) > 0.8 and max(shares) < 1.2
     assert sum(0.85 <= share <= 1.15 for share in shares) == 15
 
@@ -90,11 +90,11 @@ def test_steps_are_the_tiles_with_a_visible_pair(causal, window, seqlen_q, seqle
     own, tile = 192, 64
     i, j = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(seqlen_k)
     left, right = window[0], 0 if causal else window[1]
-    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
-    seen &= (j >= i - left) if left is not None else True
-    seen &= (j <= i + right) if right is not None else True
-    seen = seen.t() if keys else seen
-    want = [sum(bool(part.any()) for part in rows.split(tile, 1)) for rows in seen.split(own)]
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    visible &= (j >= i - left) if left is not None else True
+    visible &= (j <= i + right) if right is not None else True
+    visible = visible.t() if keys else visible
+    want = [sum(bool(part.any()) for part in rows.split(tile, 1)) for rows in visible.split(own)]
     assert steps(problem, own, tile, keys).tolist() == want
 
 

@@ -237,15 +237,15 @@ def test_a_stream_grows_to_the_whole_output(tiny, expected, overlap):
         requests = {r.request_id: r for r in tiny.ask(one)}
         last, outputs = tiny.drain(one)
     assert tiny.visible(last) == expected
-    seen = dict.fromkeys(itertools.product(requests, range(3)), "")
+    texts = dict.fromkeys(itertools.product(requests, range(3)), "")
     for output in outputs:
         if requests[output.request_id].is_ranked_at_end:
             assert output.finished
         for c in output.outputs:
-            before = seen[output.request_id, c.index]
+            before = texts[output.request_id, c.index]
             assert c.text.startswith(before) or requests[output.request_id].is_ranked_at_end
             assert c.finished or not c.text.endswith("\ufffd")
-            seen[output.request_id, c.index] = c.text
+            texts[output.request_id, c.index] = c.text
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -268,16 +268,16 @@ def test_a_sample_that_ends_early_is_reported_complete_at_once(tiny, overlap):
 class Counted(list):
     """A list that counts the items that are read."""
 
-    asked = 0
+    num_read = 0
 
     def __iter__(self):
-        Counted.asked += len(self)
+        Counted.num_read += len(self)
         return super().__iter__()
 
     def __getitem__(self, place):
-        found = super().__getitem__(place)
-        Counted.asked += len(found) if isinstance(place, slice) else 1
-        return found
+        items = super().__getitem__(place)
+        Counted.num_read += len(items) if isinstance(place, slice) else 1
+        return items
 
 
 def test_the_cost_of_a_stream_is_linear(tiny, monkeypatch):
@@ -286,7 +286,7 @@ def test_the_cost_of_a_stream_is_linear(tiny, monkeypatch):
     """
     reader_of = pytest.importorskip("onchip.server.responses").DeltaReader
     params = SamplingParams(max_tokens=200, ignore_eos=True, logprobs=0, stop=["~" * 9])
-    decoded, told, decode = 0, 0, ByteTokenizer.decode
+    decoded, num_chars, decode = 0, 0, ByteTokenizer.decode
 
     def counting(self, token_ids):
         nonlocal decoded
@@ -294,19 +294,19 @@ def test_the_cost_of_a_stream_is_linear(tiny, monkeypatch):
         return decode(self, token_ids)
 
     monkeypatch.setattr(ByteTokenizer, "decode", counting)
-    monkeypatch.setattr(Counted, "asked", 0)
+    monkeypatch.setattr(Counted, "num_read", 0)
     with tiny.engine(overlap=True) as one:
         (sample,), reader = one.add("x", params).samples, reader_of(1)
         sample.token_ids, sample.logprobs = Counted(), Counted()
         while one.has_work:
-            told += sum(len(delta.text) for delta in reader.read_new(one.step()))
+            num_chars += sum(len(delta.text) for delta in reader.read_new(one.step()))
             if sample.detokenizer is not None:
                 kept = [
                     len(x) for x in vars(sample.detokenizer).values() if isinstance(x, (str, list))
                 ]
                 assert max(kept) < 80
-    assert told == len(sample.text) > 100 and len(sample.token_ids) == 200
-    assert Counted.asked < 12 * 200 and decoded < 80 * 200
+    assert num_chars == len(sample.text) > 100 and len(sample.token_ids) == 200
+    assert Counted.num_read < 12 * 200 and decoded < 80 * 200
 
 
 def test_without_streaming_only_the_end_is_reported(tiny, expected):
@@ -515,12 +515,12 @@ def test_an_interrupted_step_ends_all_requests_and_not_the_engine(tiny, monkeypa
             patch.setattr(one.model, "run", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 one.step()
-        gone = [request for request in requests if not request.finished]
-        assert one.has_work and len(gone) > 2
-        one.cancel(gone[0].request_id)
+        unfinished = [request for request in requests if not request.finished]
+        assert one.has_work and len(unfinished) > 2
+        one.cancel(unfinished[0].request_id)
         tiny.check_empty(one)
         outputs = one.step()
-        assert [o.request_id for o in outputs] == [r.request_id for r in gone[1:]]
+        assert [o.request_id for o in outputs] == [r.request_id for r in unfinished[1:]]
         assert all(o.finished and o.outputs[0].finish_reason == "abort" for o in outputs)
         assert not one.has_work and one.stats().tokens_generated > generated
         one._num_accepted = 0
@@ -546,8 +546,8 @@ def test_close_frees_all_memory(tiny):
 def test_stats_count_tokens_pages_and_requests(tiny):
     with tiny.engine(overlap=True) as one:
         tiny.ask(one)
-        seen = []
-        thread = threading.Thread(target=lambda: seen.extend(one.stats() for _ in range(2000)))
+        stats = []
+        thread = threading.Thread(target=lambda: stats.extend(one.stats() for _ in range(2000)))
         thread.start()
         one.step()
         busy = one.stats()
@@ -556,7 +556,7 @@ def test_stats_count_tokens_pages_and_requests(tiny):
         last, _ = tiny.drain(one)
         thread.join()
         idle = one.stats()
-        assert len(seen) == 2000 and all(s.pages_free <= s.pages_total for s in seen)
+        assert len(stats) == 2000 and all(s.pages_free <= s.pages_total for s in stats)
         assert (idle.running, idle.waiting, idle.request_pages) == (0, 0, {})
         assert idle.pages_free == idle.pages_total == 299 and idle.pages_cached > 0
         assert idle.tokens_cached == sum(output.num_cached_tokens for output in last.values())

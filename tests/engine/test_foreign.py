@@ -32,7 +32,7 @@ def serve(model, **options):
     return LLM(model, **small | {"num_pages": 90, "max_num_batched_tokens": 9} | options)
 
 
-def told(outputs):
+def token_ids_of(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -46,7 +46,7 @@ def test_greedy_tokens_are_those_of_transformers(kind, saved):
     theirs = expected(kind)
     assert len({token for tokens in theirs for token in tokens}) > 12, "too dull to tell"
     with serve(saved(kind)) as llm:
-        assert told(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == theirs
+        assert token_ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == theirs
 
 
 @pytest.mark.parametrize(("how", "gib"), [("recompute", 0), ("swap", 1)])
@@ -55,21 +55,21 @@ def test_preemption_changes_no_token(how, gib, saved):
     with serve(saved("gpt_oss"), num_pages=20, swap_space=gib) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert getattr(llm.stats(), f"preempted_by_{how}") > 0
-    assert told(outputs) == expected("gpt_oss")
+    assert token_ids_of(outputs) == expected("gpt_oss")
 
 
 @torch.no_grad()
 def test_logprobs_forks_and_beams(saved):
     with serve(saved("mixtral")) as llm:
-        asked = SamplingParams(temperature=0, max_tokens=3, n=2, prompt_logprobs=0, logprobs=0)
-        (output,) = llm.generate([PROMPTS[1]], asked, use_tqdm=False)
+        params = SamplingParams(temperature=0, max_tokens=3, n=2, prompt_logprobs=0, logprobs=0)
+        (output,) = llm.generate([PROMPTS[1]], params, use_tqdm=False)
         (beams,) = llm.beam_search([PROMPTS[0]], BeamSearchParams(3, 4, ignore_eos=True))
     text = torch.tensor([PROMPTS[1] + list(output.outputs[0].token_ids)])
     logits = foreign_models.model("mixtral")(text, use_cache=False).logits[0]
     exact = logits.log_softmax(-1)[:-1].gather(1, text[0, 1:, None])[:, 0]
-    told = [next(iter(one.values())).logprob for one in output.prompt_logprobs[1:]]
-    told += [next(iter(one.values())).logprob for one in output.outputs[0].logprobs]
-    torch.testing.assert_close(torch.tensor(told), exact, rtol=0, atol=1e-4)
+    logprobs = [next(iter(one.values())).logprob for one in output.prompt_logprobs[1:]]
+    logprobs += [next(iter(one.values())).logprob for one in output.outputs[0].logprobs]
+    torch.testing.assert_close(torch.tensor(logprobs), exact, rtol=0, atol=1e-4)
     assert output.outputs[0].token_ids == output.outputs[1].token_ids
     assert beams.outputs[0].cumulative_logprob >= beams.outputs[1].cumulative_logprob
 
@@ -79,10 +79,10 @@ def test_logprobs_forks_and_beams(saved):
 def test_a_gpu_gives_the_same_tokens(kind, saved):
     """In fp32; the self-check bounds the differences of 16 bits and must pass."""
     with serve(saved(kind), device="cuda", dtype="float32", num_pages=None) as llm:
-        assert told(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(kind)
+        assert token_ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(kind)
     with serve(saved(kind), device="cuda", dtype="bfloat16", num_pages=20) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    assert all(len(tokens) == 14 for tokens in told(outputs))
+    assert all(len(tokens) == 14 for tokens in token_ids_of(outputs))
 
 
 def test_two_engines_in_two_threads_do_not_interfere(saved):
@@ -91,7 +91,7 @@ def test_two_engines_in_two_threads_do_not_interfere(saved):
 
     def run(name, model):
         with serve(model) as llm:
-            answers[name] = told(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+            answers[name] = token_ids_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
 
     with serve(folder) as llm:
         shared = llm.engine.model

@@ -100,8 +100,8 @@ def test_a_stream_grows_to_what_generate_gives(llm):
             before = texts.get((output.request_id, c.index), "")
             assert c.text.startswith(before)
             texts[output.request_id, c.index] = c.text
-    told = lambda output: [(c.text, c.token_ids, c.finish_reason) for c in output.outputs]
-    assert [told(last[str(i)]) for i in range(2)] == [told(output) for output in whole]
+    contents = lambda output: [(c.text, c.token_ids, c.finish_reason) for c in output.outputs]
+    assert [contents(last[str(i)]) for i in range(2)] == [contents(output) for output in whole]
 
 
 def test_leaving_a_stream_cancels_it(llm):
@@ -157,11 +157,11 @@ def test_after_an_interrupt_at_any_line_the_next_call_works(tiny, start):
     how = SamplingParams(temperature=0, max_tokens=4, n=2, ignore_eos=True, stop=["never"])
     options = {"num_pages": 40, "max_num_seqs": 5, "block_size": 4, "max_num_batched_tokens": 30}
     with LLM(tiny.model(), tokenizer=ByteTokenizer(), **options) as one:
-        told = lambda: [[c.token_ids for c in o.outputs] for o in one.generate(prompts, how)]
-        expected, place = told(), start
+        generate = lambda: [[c.token_ids for c in o.outputs] for o in one.generate(prompts, how)]
+        expected, place = generate(), start
         while interrupted_at(place, lambda: one.generate(prompts, how)):
             assert not one._batches and len(one.engine.scheduler.waiting) == 0
-            assert told() == expected
+            assert generate() == expected
             tiny.check(one.engine)
             tiny.check_empty(one.engine)
             place = place * 5 // 4 + 7

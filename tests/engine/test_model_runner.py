@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onchip.engine import SamplingParams
-from onchip.engine.graphs import RecordedGraph, StepGraphs, batch_sizes, fill_in_sampled
+from onchip.engine.cuda_graphs import RecordedGraph, StepGraphs, batch_sizes, fill_in_sampled
 from onchip.engine.model_runner import _int32_tensor, _is_decode_only
 from onchip.kvcache import PagedBatch
 from onchip.kvcache import paged_batch as batches
@@ -212,7 +212,7 @@ def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap, f
     """
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(batches, "FULL_COPY_PAGES", full_copy_pages)
-    told = []
+    outputs = []
     for graphs in (False, True):
         with tiny.engine(overlap=overlap, num_pages=40, host_pages=90) as one:
             one.cache.pages.k.fill_(float("nan"))
@@ -222,9 +222,9 @@ def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap, f
                 one._runner._graphs.record_all(one.limits.max_num_batched_tokens)
                 monkeypatch.setattr(Replayed, "_record", None)
             tiny.ask(one)
-            told.append(tiny.visible(tiny.drain(one)[0]))
+            outputs.append(tiny.visible(tiny.drain(one)[0]))
             used = one._runner._graphs.used if graphs else None
-    assert told[0] == told[1] and used >= {(4, 4), (8, 8), (12, 64)}
+    assert outputs[0] == outputs[1] and used >= {(4, 4), (8, 8), (12, 64)}
 
 
 @pytest.mark.parametrize("max_num_seqs", [12, 300, 3000])
@@ -235,13 +235,13 @@ def test_graph_memory_is_estimated_from_a_few_graphs(tiny, monkeypatch, max_num_
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     with tiny.engine(budget=4096, max_num_seqs=max_num_seqs) as one:
         graphs = Replayed(one.model, one.cache, one._runner._last_tokens)
-        used = lambda: 100 * max((s.num_tokens for s in found()), default=0) + 3 * len(found())
-        found = lambda: graphs._recorded
+        shapes = lambda: graphs._recorded
+        used = lambda: 100 * max((s.num_tokens for s in shapes()), default=0) + 3 * len(shapes())
         estimate = graphs.estimate_bytes(4096, used)
-        assert len(found()) <= 4 and found().keys() == set(graphs.shapes(4096)[: len(found())])
+        assert len(shapes()) <= 4 and shapes().keys() == set(graphs.shapes(4096)[: len(shapes())])
         graphs.record_all(4096)
-        assert estimate == used() and len(found()) == len(graphs.shapes(4096))
-    assert max(shape.num_tokens for shape in found()) == max(2048, max_num_seqs)
+        assert estimate == used() and len(shapes()) == len(graphs.shapes(4096))
+    assert max(shape.num_tokens for shape in shapes()) == max(2048, max_num_seqs)
 
 
 def test_two_rows_of_one_chunk_make_no_decode_only_step(tiny):

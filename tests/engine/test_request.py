@@ -62,10 +62,10 @@ def test_a_sample_ends_by_eos_stop_token_or_length(params, tokens, end, reason):
 
 
 def test_logprobs_are_kept_if_requested():
-    plain, asked = (taken(SamplingParams(logprobs=p), (4, 5)) for p in (None, 1))
+    plain, with_logprobs = (taken(SamplingParams(logprobs=p), (4, 5)) for p in (None, 1))
     assert plain.output().logprobs is None
-    assert [set(place) for place in asked.output().logprobs] == [{4, 0}, {5, 0}]
-    assert asked.output().cumulative_logprob == -1.0
+    assert [set(place) for place in with_logprobs.output().logprobs] == [{4, 0}, {5, 0}]
+    assert with_logprobs.output().cumulative_logprob == -1.0
 
 
 def test_an_output_does_not_change_later():

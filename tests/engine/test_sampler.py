@@ -202,11 +202,11 @@ def test_threshold_is_the_key_at_which_a_sort_reaches_the_mass(rows, n):
     masses = torch.randint(0, 2**40, (rows, n))
     for share in (0.0, 1e-9, 0.3, 0.9, 1.0, 2.0):
         wanted = (masses.sum(-1) * share).ceil().long().clamp(min=1)
-        found = find_threshold(keys, masses, wanted)
+        thresholds = find_threshold(keys, masses, wanted)
         for i in range(rows):
             goal = min(wanted[i], masses[i].sum())
             fits = [k for k in keys[i].tolist() if masses[i][keys[i] >= k].sum() >= goal]
-            assert found[i] == max(fits)
+            assert thresholds[i] == max(fits)
 
 
 def test_equal_weights_stay_together():

@@ -75,7 +75,7 @@ def check_pages(cache, watch):
     cache.check()
 
 
-def test_a_cache_that_is_too_small_says_what_it_lacks():
+def test_a_cache_that_is_too_small_raises_the_missing_pages():
     with pytest.raises(MemoryError, match="2 pages are needed, 1 are free"):
         fork.sample(fork.Decoder(), fork.new_cache(num_pages=5), PROMPT, 3, 1, lambda *_: None)
 

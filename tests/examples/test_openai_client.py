@@ -18,7 +18,7 @@ SPEC.loader.exec_module(example)
 def test_it_completes_streams_and_walks_away(capsys):
     from onchip.engine.llm import LLM
     from onchip.server.app import Server, ServerOptions
-    from onchip.server.run import BackgroundServer
+    from onchip.server.process import BackgroundServer
 
     llm = LLM("tiny", num_pages=200, max_num_seqs=8, swap_space=0)
     server = Server(llm.engine, ServerOptions("tiny"))

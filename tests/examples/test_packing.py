@@ -56,7 +56,7 @@ def test_no_piece_sees_another():
     assert not torch.equal(before[a:b], after[a:b])
 
 
-def test_the_bible_is_whole_and_a_twentieth_is_held_out():
+def test_the_corpus_is_complete_and_a_twentieth_is_held_out():
     trained_on, held_out = read_corpora()
     assert len(trained_on.ends) + len(held_out.ends) == 1189 and len(held_out.ends) == 59
     total = len(trained_on.tokens) + len(held_out.tokens)

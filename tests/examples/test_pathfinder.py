@@ -27,7 +27,7 @@ def piece(image, row, column):
 
 
 @pytest.mark.parametrize(("size", "count"), [(16, 100), (32, 100), (64, 40), (128, 12)])
-def test_what_the_image_shows_is_what_the_label_says(size, count):
+def test_labels_match_the_images(size, count):
     scene = draw(count, size, seed=7)
     assert scene.images.shape == (count, size, size) and set(scene.images.unique().tolist()) == {
         0,
@@ -111,12 +111,12 @@ def test_compiled_blocks_learn_the_same(sparse):
     assert programs.frame_count == 1
 
 
-def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_a_run_resumes_at_its_checkpoint(tmp_path, monkeypatch):
     """The first ends early, at 16 x 16; the second learns it, then goes on with 32 x 32."""
     monkeypatch.setattr(pathfinder, "EVERY", 2)
     monkeypatch.setitem(pathfinder.TOKENS, "cpu", 1024)
-    found = iter([0.6, 0.7, 0.96, 0.97])
-    monkeypatch.setattr(pathfinder, "accuracy", lambda *args: next(found))
+    accuracies = iter([0.6, 0.7, 0.96, 0.97])
+    monkeypatch.setattr(pathfinder, "accuracy", lambda *args: next(accuracies))
     curves = []
     for sizes, enough in ((["16"], 0.65), (["16", "32"], 0.95)):
         monkeypatch.setattr(pathfinder, "ENOUGH", enough)

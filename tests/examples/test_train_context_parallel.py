@@ -27,22 +27,22 @@ def start(path, *options, ranks=1):
 
 
 def losses(path, process):
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    return json.loads(path.read_text()), said
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return json.loads(path.read_text()), output
 
 
 def check(tmp_path, *options):
     alone, ranks = tmp_path / "alone", tmp_path / "ranks"
     processes = start(alone), start(ranks, *options, ranks=4)
     expected, _ = losses(alone, processes[0])
-    found, said = losses(ranks, processes[1])
-    assert found == pytest.approx(expected, rel=0, abs=1e-12)
-    assert len(found) == 5 and f"step   4  loss {found[-1]:.6f}" in said
-    assert found[-1] < found[0]
+    ring_losses, output = losses(ranks, processes[1])
+    assert ring_losses == pytest.approx(expected, rel=0, abs=1e-12)
+    assert len(ring_losses) == 5 and f"step   4  loss {ring_losses[-1]:.6f}" in output
+    assert ring_losses[-1] < ring_losses[0]
 
 
-def test_two_by_two_ranks_learn_as_one(tmp_path):
+def test_four_ranks_train_like_one(tmp_path):
     check(tmp_path)
 
 

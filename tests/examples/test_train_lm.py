@@ -41,7 +41,7 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path):
         train_lm.Run(replace(SIZE, width=64), tmp_path, 3, CPU)
 
 
-def test_what_is_exported_is_served(tmp_path, capsys):
+def test_an_exported_model_can_be_loaded(tmp_path, capsys):
     one = run(tmp_path, 2, replace(SIZE, context=200, tokens=200))
     train_lm.finish(one)
     loaded = load(tmp_path / "model")
@@ -93,8 +93,8 @@ def test_a_step_compiles_into_one_graph():
     model = train_lm.fresh_model(SIZE, 0, CPU)
     batch = training_batch(CORPORA[0], SIZE.context, SIZE.tokens, 0, 0)
     compiled = torch.compile(train_lm.loss_of, backend="aot_eager", fullgraph=True)
-    found, expected = (f(model, batch, SIZE.context) for f in (compiled, train_lm.loss_of))
-    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    loss, expected = (f(model, batch, SIZE.context) for f in (compiled, train_lm.loss_of))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.gpu

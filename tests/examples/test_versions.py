@@ -157,7 +157,7 @@ class TestOnHopper:
             assert_accurate(attend, *qkv, causal=True)
 
     @pytest.mark.parametrize("causal", [False, True])
-    def test_who_does_what_and_when_changes_no_bit(self, causal):
+    def test_overlap_and_pingpong_change_no_bit(self, causal):
         q, k, v = inputs(2047, "cuda", num_heads=40, head_dim=128)
         out, lse = load("v3").attention(q, k, v, causal)
         others = [("v3", {"overlap": False, "pingpong": False}), ("v3", {"pingpong": False})]

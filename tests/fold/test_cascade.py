@@ -50,7 +50,7 @@ def cache(tables, lengths, dtype=torch.float64):
     return tuple(pages), table, torch.tensor(lengths, dtype=torch.int32)
 
 
-def counted(attend):
+def count_calls(attend):
     """attend, and the list of its calls' q."""
     calls = []
 
@@ -74,7 +74,7 @@ def test_equals_the_plain_call_for_any_trie(trie, seqlen_q, levels, seed):
     pages, table, seqlens = cache(tables, lengths)
     q = torch.randn(len(tables), seqlen_q, HEADS, DIM, dtype=torch.float64)
     plan = cascade.plan(table, seqlens, PAGE, FREE, seqlen_q=seqlen_q, max_levels=levels)
-    attend, calls = counted(onchip.paged_attention)
+    attend, calls = count_calls(onchip.paged_attention)
     options = {"sinks": torch.randn(HEADS, dtype=torch.float64), "softcap": 3.0}
     got = cascade.run(plan, attend, q, pages, plan.own(table, seqlens), **options)
     want = onchip.paged_attention(q, *pages, table, seqlens, return_lse=True, **options)
@@ -148,7 +148,7 @@ def three_levels():
     return [system + m + o for m, o in zip(middle, own, strict=True)]
 
 
-def found(plan):
+def groups_of(plan):
     return [[tuple(group) for group in level.groups] for level in plan.levels]
 
 
@@ -160,7 +160,7 @@ class TestPlan:
     def test_finds_known_groups(self):
         plan = cascade.plan(self.padded, self.lengths, PAGE, FREE)
         everyone, evens, twins = (0, 1, 2, 3, 4, 5), (0, 2, 4), (0, 4)
-        assert found(plan) == [[(everyone, 0, 2)], [(evens, 2, 5)], [(twins, 5, 6)]]
+        assert groups_of(plan) == [[(everyone, 0, 2)], [(evens, 2, 5)], [(twins, 5, 6)]]
         assert plan.shared == (6, 2, 5, 2, 6, 2)
         assert plan.levels[1].page_table.tolist() == [[80, 81, 82]]
         assert plan.levels[1].seqlens.tolist() == [3 * PAGE]
@@ -170,7 +170,7 @@ class TestPlan:
     def test_a_level_left_out_is_read_by_the_next(self):
         """With one level allowed, the even sequences also read the pages that all share."""
         plan = cascade.plan(self.padded, self.lengths, PAGE, FREE, max_levels=1)
-        assert found(plan) == [[((0, 2, 4), 0, 5)]]
+        assert groups_of(plan) == [[((0, 2, 4), 0, 5)]]
         assert plan.saved == 2 * 5 * 100 - 3 - 6  # three queries in the level, six of partials
 
     def test_pages_must_be_full_and_before_the_queries(self):
@@ -246,7 +246,7 @@ class TestModel:
         q = torch.empty(64, 1, 32, 128, dtype=torch.bfloat16, device="meta")
         pages = torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device="meta")
         plan = cascade.plan(table, [8448] * 64, 16, costs(q, pages, pages))
-        assert found(plan) == [[(tuple(range(63)), 0, 512)]]
+        assert groups_of(plan) == [[(tuple(range(63)), 0, 512)]]
 
     @pytest.mark.parametrize(
         "batch, tokens, segments",
@@ -289,12 +289,12 @@ class TestModel:
         assert len(level.groups) == groups and plan.together is None
         rows = level.segments * groups, level.max_seqlen_q, level.page_table.shape[1] * 16
         types = {"dtype": torch.bfloat16, "out_dtype": torch.float32, "softmax_scale": 0.1}
-        asked = Problem(*rows, 32, 8, 128, 128, **types, packed=groups > 1, page_size=16)
+        call = Problem(*rows, 32, 8, 128, 128, **types, packed=groups > 1, page_size=16)
         queries = q[:, 0].repeat(level.segments, 1, 1)
-        asked = asked._replace(
-            uniform_lengths=has_uniform_lengths(asked, Tensors(queries, pages, pages))
+        call = call._replace(
+            uniform_lengths=has_uniform_lengths(call, Tensors(queries, pages, pages))
         )
-        kernel = dispatch.plan(asked, DeviceInfo("cuda", "H200", (9, 0))).kernel
+        kernel = dispatch.plan(call, DeviceInfo("cuda", "H200", (9, 0))).kernel
         assert level.segments == 1 or kernel == "hopper"
         assert level.segments > 1 or members < 24 or groups * -(-members // 32) > 8
 
@@ -376,11 +376,11 @@ class TestTogether:
         plan = cascade.plan(table, seqlens, PAGE, model._replace(occupancy=cut))
         own, level, segments, _ = plan.together
         assert own + level <= 16 and level == segments * KV_HEADS
-        attend, calls = counted(onchip.paged_attention)
-        asked = []
+        attend, calls = count_calls(onchip.paged_attention)
+        partitions = []
 
         def at_once(*calls):
-            asked.extend(call.options.pop("sm_partition") for call in calls)
+            partitions.extend(call.options.pop("sm_partition") for call in calls)
             made = [onchip.paged_attention(*call.args, **call.options) for call in calls]
             return made if can else None
 
@@ -390,7 +390,7 @@ class TestTogether:
         want = onchip.paged_attention(q, *pages, *tables, return_lse=True)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
         both = [SMPartition(own, second=False), SMPartition(level, second=True)]
-        assert asked == ([] if can is None else both)
+        assert partitions == ([] if can is None else both)
         assert len(calls) == (0 if can else 2)
 
 
@@ -557,7 +557,7 @@ class TestSegments:
         pages, table, seqlens = cache(tables, [len(t) * PAGE - 1 for t in tables])
         plan = cascade.plan(table, seqlens, PAGE, FREE._replace(occupancy=CUT))
         assert [level.segments for level in plan.levels] == [1, 2, 1]
-        attend, calls = counted(onchip.paged_attention)
+        attend, calls = count_calls(onchip.paged_attention)
         q = torch.randn(6, 1, HEADS, DIM, dtype=torch.float64)
         got = cascade.run(plan, attend, q, pages, plan.own(table, seqlens))
         want = onchip.paged_attention(q, *pages, table, seqlens, return_lse=True)
@@ -605,7 +605,7 @@ class TestRun:
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
     def test_queries_in_order_are_not_copied(self):
-        attend, calls = counted(onchip.paged_attention)
+        attend, calls = count_calls(onchip.paged_attention)
         own = self.plan.own(self.table, self.seqlens)
         cascade.run(self.plan, attend, self.q, self.pages, own)
         addresses = [q.data_ptr() == self.q.data_ptr() for q in calls]
@@ -655,7 +655,7 @@ class TestRun:
 
     def test_without_levels_it_is_the_plain_call(self):
         plan = cascade.plan(self.table, self.seqlens, PAGE, FREE, max_levels=0)
-        attend, calls = counted(onchip.paged_attention)
+        attend, calls = count_calls(onchip.paged_attention)
         own = plan.own(self.table, self.seqlens)
         got = cascade.run(plan, attend, self.q, self.pages, own, causal=True)
         args = (*self.pages, self.table, self.seqlens)
@@ -842,10 +842,10 @@ class TestTogetherOnTheGpu:
     @pytest.fixture
     def launched(self, monkeypatch):
         """Whether each launch of the forward was a second one."""
-        seen, launch = [], hopper_launch().is_second
-        note = lambda problem: seen.append(launch(problem)) or seen[-1]
+        launches, launch = [], hopper_launch().is_second
+        note = lambda problem: launches.append(launch(problem)) or launches[-1]
         monkeypatch.setattr(hopper_launch(), "is_second", note)
-        return seen
+        return launches
 
     @pytest.mark.parametrize("name", CASES)
     def test_equals_one_call(self, name, launched):
@@ -881,21 +881,21 @@ class TestTogetherOnTheGpu:
         together, one = self.calls((q, pages, tables, plan))
 
         def all_of(call):
-            found = []
+            results = []
             for i in range(20):
                 pages[:, shared].copy_(keys[i])
                 q.copy_(queries[i])
-                found.append(call())
-            return found
+                results.append(call())
+            return results
 
         wants = all_of(one)
         all_of(together), all_of(together)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = all_of(together)
+            results = all_of(together)
         for _ in range(5):
             graph.replay()
-            for got, want in zip(found, wants, strict=True):
+            for got, want in zip(results, wants, strict=True):
                 self.assert_close(got, want)
 
     def test_a_graph_follows_growing_sequences(self):

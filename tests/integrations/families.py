@@ -139,8 +139,8 @@ def inputs(kind, batch=3, tokens=23):
     if kind == "whisper":
         sound = torch.randn(batch, 8, 40, generator=generator)
         return {"input_features": sound, "decoder_input_ids": words[:, :11]}
-    found = {"input_ids": words, "attention_mask": padding(batch, tokens, "right")}
-    return found | ({"decoder_input_ids": words[:, :11]} if kind in ("bart", "t5") else {})
+    inputs = {"input_ids": words, "attention_mask": padding(batch, tokens, "right")}
+    return inputs | ({"decoder_input_ids": words[:, :11]} if kind in ("bart", "t5") else {})
 
 
 def padding(batch, tokens, side):

@@ -38,9 +38,9 @@ def qkv(seqlen_q=33, seqlen_k=45, heads=4, kv_heads=2, dtype=torch.float32, cont
 
 def hidden(seqlen_q=33, seqlen_k=45):
     """Bool, with a query that sees no key."""
-    seen = torch.rand(2, 1, seqlen_q, seqlen_k) > 0.3
-    seen[0, 0, 3] = False
-    return seen
+    visible = torch.rand(2, 1, seqlen_q, seqlen_k) > 0.3
+    visible[0, 0, 3] = False
+    return visible
 
 
 OPTIONS = {
@@ -148,11 +148,11 @@ def continuous_batching(device):
     cache = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64, use_cuda_graph=False)
     one.to(device).set_attn_implementation("sdpa")
     with sdpa.active():
-        found = one.generate_batch(prompts, settings, cache)
+        results = one.generate_batch(prompts, settings, cache)
         served, left = sdpa.counts()
     assert not left
-    order = sorted(found, key=lambda name: int(name.split("_")[-1]))
-    assert [tuple(found[name].generated_tokens) for name in order] == wanted
+    order = sorted(results, key=lambda name: int(name.split("_")[-1]))
+    assert [tuple(results[name].generated_tokens) for name in order] == wanted
     return served
 
 
@@ -511,8 +511,8 @@ class TestSwitch:
     def test_threads_do_not_disturb_each_other(self):
         x = [t.detach() for t in qkv()]
         expected = F.scaled_dot_product_attention(*x, enable_gqa=True)
-        found = []
-        attend = lambda: found.extend(
+        outs = []
+        attend = lambda: outs.extend(
             F.scaled_dot_product_attention(*x, enable_gqa=True) for _ in range(20)
         )
         with sdpa.active():
@@ -522,7 +522,7 @@ class TestSwitch:
             for thread in threads:
                 thread.join()
             assert sdpa.counts().served == {FORWARD: 80}
-        assert all(torch.equal(out, expected) for out in found)
+        assert all(torch.equal(out, expected) for out in outs)
 
 
 class TestOperatorsOfGpus:
@@ -579,8 +579,8 @@ class TestOperatorsOfGpus:
         bias = torch.randn(*planes, 33, 45, dtype=torch.float64, requires_grad=True)
         plain, added = [t.detach() for t in x], bias.detach().expand(2, 4, 33, 45)
         rule = torch.ones(33, 45, dtype=torch.bool).tril() if causal else None
-        found = sdpa_ops.efficient_forward(*plain, added, True, 0.0, causal)
-        out, lse, seed, offset = found
+        outputs = sdpa_ops.efficient_forward(*plain, added, True, 0.0, causal)
+        out, lse, seed, offset = outputs
         assert lse.shape == (2, 4, 64) and seed.dtype == offset.dtype == torch.int64
         assert lse[..., 33:].isposinf().all()
         expected = self.reference(x, bias, rule)
@@ -601,8 +601,8 @@ class TestOperatorsOfGpus:
         out, lse, seed, offset = sdpa_ops.efficient_forward(*plain, None, True)
         wanted = [True, False, True, False]
         saved = (out, *plain, None, out, lse, seed, offset, 0.0, wanted)
-        found = sdpa_ops.efficient_backward(*saved)
-        assert [g is not None for g in found] == wanted
+        grads = sdpa_ops.efficient_backward(*saved)
+        assert [g is not None for g in grads] == wanted
 
 
 @pytest.mark.gpu

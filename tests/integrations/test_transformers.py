@@ -173,7 +173,7 @@ def test_gradients_of_a_position_bias():
     exact = compute(copy.deepcopy(as_name(families.model("t5"), "eager")).double())
     assert len(ours) == 2
     for name, expected in exact.items():  # each is a sum of thousands of terms, in any order
-        error, least = ((found[name] - expected).abs().max() for found in (ours, eager))
+        error, least = ((outputs[name] - expected).abs().max() for outputs in (ours, eager))
         assert error <= max(1e-5 * expected.abs().max(), 2 * least), name
 
 
@@ -184,17 +184,17 @@ def test_checkpoints_recompute_the_same_dropout(reentrant, words):
     for layer in one.model.layers:
         layer.self_attn.attention_dropout = 0.4
     seen = padding(BATCH, TOKENS, "right")
-    found = []
+    runs = []
     for checkpointing in (False, True):
         if checkpointing:
             one.gradient_checkpointing_enable({"use_reentrant": reentrant})
         torch.manual_seed(3)
-        found.append(gradients(one, words, seen, use_cache=False))
-    for name, expected in found[0].items():
-        torch.testing.assert_close(found[1][name], expected, rtol=0, atol=0)
+        runs.append(gradients(one, words, seen, use_cache=False))
+    for name, expected in runs[0].items():
+        torch.testing.assert_close(runs[1][name], expected, rtol=0, atol=0)
     torch.manual_seed(4)
     other = gradients(one, words, seen, use_cache=False)
-    assert any(not torch.equal(other[name], found[0][name]) for name in other)
+    assert any(not torch.equal(other[name], runs[0][name]) for name in other)
 
 
 class TestPacking:
@@ -242,8 +242,8 @@ class TestPacking:
         words, positions = packed
         one = as_name(families.model(kind), "onchip")
         cu = torch.tensor([0, *self.LENGTHS]).cumsum(0).int()
-        said = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 13, "max_length_k": 13}
-        together = one(words, position_ids=positions, use_cache=use_cache, **said).logits
+        options = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 13, "max_length_k": 13}
+        together = one(words, position_ids=positions, use_cache=use_cache, **options).logits
         close(together, self.alone(one, words))
 
     @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
@@ -252,10 +252,10 @@ class TestPacking:
         words, positions = packed
         one = as_name(families.model(kind), "onchip")
         cu = torch.tensor([0, *self.LENGTHS]).cumsum(0).int()
-        said = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 13, "max_length_k": 13}
+        options = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 13, "max_length_k": 13}
         monkeypatch.setattr(adapter, "attention", None)
         with torch.no_grad():
-            one(words, position_ids=positions, use_cache=False, **said)
+            one(words, position_ids=positions, use_cache=False, **options)
 
     @torch.no_grad()
     def test_offsets_in_a_graph(self, packed):
@@ -263,23 +263,23 @@ class TestPacking:
         one = as_name(copy.deepcopy(families.model("mistral")), "onchip")
         one.model.layers = one.model.layers[:1]
         cu = torch.tensor([0, *self.LENGTHS]).cumsum(0).int()
-        said = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 13, "max_length_k": 13}
+        options = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 13, "max_length_k": 13}
         compiled = torch.compile(one, backend="eager", fullgraph=True)
-        together = compiled(words, position_ids=positions, use_cache=False, **said).logits
+        together = compiled(words, position_ids=positions, use_cache=False, **options).logits
         close(together, self.alone(one, words))
 
     def test_gradients(self, packed):
         words, positions = packed
         one = as_name(families.model("mistral"), "onchip")
-        found = []
+        runs = []
         for compute in (
             lambda: one(words, position_ids=positions, use_cache=False).logits,
             lambda: self.alone(one, words),
         ):
             one.zero_grad()
             compute().square().sum().backward()
-            found.append({name: weight.grad.clone() for name, weight in one.named_parameters()})
-        equal_gradients(*found)
+            runs.append({name: weight.grad.clone() for name, weight in one.named_parameters()})
+        equal_gradients(*runs)
 
 
 class TestStructure:
@@ -310,13 +310,13 @@ class TestStructure:
         one(words, position_ids=positions, use_cache=False)
 
     def test_a_window_is_an_option_not_a_mask(self, words, monkeypatch):
-        found = []
-        spy = lambda *qkv, **options: found.append(options) or onchip.attention(*qkv, **options)
+        calls = []
+        spy = lambda *qkv, **options: calls.append(options) or onchip.attention(*qkv, **options)
         monkeypatch.setattr(adapter, "attention", spy)
         with torch.no_grad():
             as_name(families.model("gemma3_text"), "onchip")(words)
-        assert [o.get("window_size") for o in found] == [(6, 0), None]
-        assert all(o["causal"] and "mask" not in o for o in found)
+        assert [o.get("window_size") for o in calls] == [(6, 0), None]
+        assert all(o["causal"] and "mask" not in o for o in calls)
 
     def test_blocks_are_built_once_for_all_layers_and_released(self, words, monkeypatch):
         built = []
@@ -379,8 +379,8 @@ class Logits(torch.nn.Module):
         self.one = one
 
     def forward(self, words, attention_mask=None, position_ids=None):
-        said = {"attention_mask": attention_mask, "position_ids": position_ids}
-        return self.one(words, use_cache=False, **said).logits
+        options = {"attention_mask": attention_mask, "position_ids": position_ids}
+        return self.one(words, use_cache=False, **options).logits
 
 
 class TestGraphs:
@@ -405,14 +405,14 @@ class TestGraphs:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         compiled = torch.compile(one, backend="aot_eager", fullgraph=True)
-        found = []
+        runs = []
         for each in (one, compiled):
             one.zero_grad()
             logits = each(words, **given).logits * seen
             logits.square().sum().backward()
-            found.append([logits.detach(), *(weight.grad for weight in one.parameters())])
+            runs.append([logits.detach(), *(weight.grad for weight in one.parameters())])
         assert not torch._dynamo.utils.counters["graph_break"]
-        for ours, eager in zip(*found, strict=True):
+        for ours, eager in zip(*runs, strict=True):
             torch.testing.assert_close(ours, eager, rtol=0, atol=0)
 
     @pytest.mark.parametrize("case", CASES)
@@ -503,18 +503,18 @@ class TestRefusals:
     def test_a_mask_over_other_keys(self):
         q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 11, 8)
         masking = transformers.masking_utils
-        said = {"batch_size": 1, "q_length": 9, "kv_length": 9, "device": "cpu"}
+        options = {"batch_size": 1, "q_length": 9, "kv_length": 9, "device": "cpu"}
         rule = masking.sliding_window_causal_mask_function(4)
-        made = adapter.mask(mask_function=rule, local_size=4, **said)
+        made = adapter.mask(mask_function=rule, local_size=4, **options)
         adapter.attend(torch.nn.Module(), q, q, q, made)
         with pytest.raises(onchip.UnsupportedError, match="over 9 keys, the call has 11"):
             adapter.attend(torch.nn.Module(), q, k, k, made)
 
     def test_offsets_of_a_batch(self):
         q, cu = torch.randn(2, 2, 9, 8), torch.tensor([0, 9], dtype=torch.int32)
-        said = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
+        options = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
         with pytest.raises(onchip.UnsupportedError, match="batch of 2"):
-            adapter.attend(torch.nn.Module(), q, q, q, None, **said)
+            adapter.attend(torch.nn.Module(), q, q, q, None, **options)
 
 
 class OwnAttention(torch.nn.Module):
@@ -624,12 +624,12 @@ class TestKeywords:
         indifferent = {"deterministic", "position_ids", "sliding_window"}  # masks contain windows
         call = re.compile(r"\battention_interface\((.*?)\n\s*\)", re.DOTALL)
         folder = Path(transformers.__file__).parent / "models"
-        found = set()
+        keywords = set()
         for file in folder.glob("*/modeling_*.py"):
             for arguments in call.findall(file.read_text()):
-                found |= set(re.findall(r"^\s+(\w+)=", arguments, re.MULTILINE))
-        assert {"scaling", "dropout", "indices", "position_bias"} <= found
-        assert found - served - indifferent - interface._REFUSED == set()
+                keywords |= set(re.findall(r"^\s+(\w+)=", arguments, re.MULTILINE))
+        assert {"scaling", "dropout", "indices", "position_bias"} <= keywords
+        assert keywords - served - indifferent - interface._REFUSED == set()
 
 
 @pytest.mark.parametrize("grads", [False, True])
@@ -713,11 +713,11 @@ class TestGpu:
     def test_tokens_in_fp32_equal_eager(self, kind, words):
         seen = padding(BATCH, TOKENS, "left").cuda()
         one = copy.deepcopy(families.model(kind)).cuda()
-        found = [
+        texts = [
             as_name(one, name).generate(words.cuda(), attention_mask=seen, **GREEDY)
             for name in ("eager", "onchip")
         ]
-        assert torch.equal(*found)
+        assert torch.equal(*texts)
 
     def test_trains_in_one_graph(self, words):
         one = as_name(copy.deepcopy(families.model("mistral")).to("cuda", torch.bfloat16), "onchip")

@@ -28,8 +28,8 @@ def run(checkout, *options):
     not CHECKOUT, reason="ONCHIP_TRANSFORMERS names no clone of transformers' repository"
 )
 def test_all_tests_that_apply_pass():
-    status, said = run(CHECKOUT)
-    assert status == 0, said[-8000:]
+    status, output = run(CHECKOUT)
+    assert status == 0, output[-8000:]
 
 
 @pytest.mark.slow
@@ -82,6 +82,6 @@ def test_names_are_replaced_and_a_test_without_onchip_does_not_pass(tmp_path):
                 raise AssertionError
         """)
     )
-    status, said = run(tmp_path, "--models", "llama")
-    assert status == 1 and "1 failed, 1 passed, 1 skipped, 1 deselected" in said, said
-    assert "passes with the attention of SDPA" in said
+    status, output = run(tmp_path, "--models", "llama")
+    assert status == 1 and "1 failed, 1 passed, 1 skipped, 1 deselected" in output, output
+    assert "passes with the attention of SDPA" in output

@@ -45,9 +45,9 @@ def test_replayed_calls_are_the_same(kernel):
     """The third call is played from a tape, the residual's launches are not."""
     x, dout = ties()
     call = partial(onchip.attention, *x, precise_delta=True, deterministic=True, kernel=kernel)
-    found = [torch.autograd.grad(call(), x, dout) for _ in range(5)]
-    for grads in found[1:]:
-        assert all(map(torch.equal, grads, found[0]))
+    runs = [torch.autograd.grad(call(), x, dout) for _ in range(5)]
+    for grads in runs[1:]:
+        assert all(map(torch.equal, grads, runs[0]))
 
 
 @each_kernel

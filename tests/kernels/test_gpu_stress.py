@@ -55,8 +55,8 @@ def results(qkv, dout: Tensor | None, **options) -> dict[str, Tensor]:
     leaves = [x.detach().requires_grad_(dout is not None) for x in qkv]
     out, lse = onchip.attention(*leaves, return_lse=True, **options)
     grads = () if dout is None else torch.autograd.grad(out, leaves, dout)
-    found = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=False))}
-    return {name: x.detach() for name, x in found.items()}
+    tensors = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=False))}
+    return {name: x.detach() for name, x in tensors.items()}
 
 
 def bits(x: Tensor) -> Tensor:
@@ -119,10 +119,10 @@ def test_huge_scores(kernel, dtype, head_dim, scores):
     q, k = q * 100, k * 100
     grads = backward_refusal(kernel, (q, k, v), causal=True) is None
     dout = torch.randn_like(q) if grads else None
-    found = results((q, k, v), dout, causal=True, kernel=kernel)
-    assert all(x.isfinite().all() for x in found.values())
+    ours = results((q, k, v), dout, causal=True, kernel=kernel)
+    assert all(x.isfinite().all() for x in ours.values())
     exact, allowed = lost_to_fp32(q, k, v)
-    assert ((found["out"] - exact).abs() / allowed).max() <= 1.0
+    assert ((ours["out"] - exact).abs() / allowed).max() <= 1.0
 
 
 @pytest.fixture
@@ -198,25 +198,25 @@ def test_a_sequence_past_two_billion_elements(kernel):
     """The first and the last rows of q, k, v, out and their gradients equal a short call's."""
     window = {"window_size": (LEFT, 0), "kernel": kernel}
     q, k, v, dout = (huge(1, PAST) for _ in range(4))
-    found = results((q, k, v), dout, **window)
+    ours = results((q, k, v), dout, **window)
     for part, kept in (
         (slice(None, 700), slice(None, 350)),
         (slice(-700, None), slice(-350, None)),
     ):
         short = results(tuple(x[:, part] for x in (q, k, v)), dout[:, part], **window)
         for name in ("out", "dq", "dk", "dv"):
-            near, far = short[name][:, kept], found[name][:, part][:, kept]
+            near, far = short[name][:, kept], ours[name][:, part][:, kept]
             assert difference(far, near) < 0.01, (name, part)
 
 
 @each_kernel
 def test_a_batch_past_two_billion_elements(kernel):
     q, k, v, dout = (huge(1030, 1024) for _ in range(4))
-    found = results((q, k, v), dout, causal=True, kernel=kernel)
+    ours = results((q, k, v), dout, causal=True, kernel=kernel)
     for b in (0, 1023, 1029):
         own = results(tuple(x[b : b + 1] for x in (q, k, v)), dout[b : b + 1], causal=True)
         for name in ("out", "dq", "dk", "dv"):
-            assert difference(found[name][b : b + 1], own[name]) < 0.01, (name, b)
+            assert difference(ours[name][b : b + 1], own[name]) < 0.01, (name, b)
 
 
 @each_kernel

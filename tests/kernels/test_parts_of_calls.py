@@ -94,7 +94,7 @@ def check(kernel, name, dtype, tolerance):
     x, options = tensors(dtype), OPTIONS[name]
     dlse = x[4].to(accumulator_dtype(dtype))
     out, lse, grads = reference(x, options, dlse)
-    found = [torch.zeros_like(t) for t in grads]
+    sums = [torch.zeros_like(t) for t in grads]
     for rows in cut(SEQLEN, 2, 5):
         states = []
         saved = out[:, rows], lse[:, :, rows].contiguous(), x[3][:, rows], dlse[:, :, rows]
@@ -102,18 +102,18 @@ def check(kernel, name, dtype, tolerance):
             call, part = prepare_part(x, rows, cols, options)
             states.append(torch_op.run(call, part, kernel)[:2])
             shares = torch_op.run_backward(call, part, kernel, *saved)
-            found[0][:, rows] += shares.dq
-            found[1][:, cols] += shares.dk
-            found[2][:, cols] += shares.dv
+            sums[0][:, rows] += shares.dq
+            sums[1][:, cols] += shares.dk
+            sums[2][:, cols] += shares.dv
         merged = merge_states(*zip(*states, strict=True))
         near(merged[0], out[:, rows], tolerance)
         near(merged[1], lse[:, :, rows], tolerance)
-    for mine, whole in zip(found, grads, strict=True):
+    for mine, whole in zip(sums, grads, strict=True):
         near(mine, whole, tolerance)
 
 
-def near(found, expected, tolerance):
-    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+def near(got, expected, tolerance):
+    assert (got - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize("kernel, name", SERVED)

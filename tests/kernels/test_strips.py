@@ -52,9 +52,9 @@ def walks(mask):
 def test_both_sides_list_their_rows(lengths, make):
     mask = build(make(*lengths), *lengths)
     for blocks, pairs, _, _ in walks(mask):
-        seen = [(n, part) for n, part in pairs if part != UNSEEN]
-        assert sorted(n for n, _ in seen) == (blocks != EMPTY).nonzero().flatten().tolist()
-        for n, part in seen:
+        visible = [(n, part) for n, part in pairs if part != UNSEEN]
+        assert sorted(n for n, _ in visible) == (blocks != EMPTY).nonzero().flatten().tolist()
+        for n, part in visible:
             assert blocks[n] == (PARTIAL if part >= BIT_TILE else FULL)
             assert bool(part & CUT) == (128 * (n + 1) > lengths[1])
 

@@ -28,8 +28,8 @@ REFUSED = ValueError, TypeError, AttributeError, IndexError
 
 def public(kind):
     """The methods of a class by name: a new method is included without a change here."""
-    found = inspect.getmembers(kind, inspect.isfunction)
-    return {name: f for name, f in found if not name.startswith("_")}
+    members = inspect.getmembers(kind, inspect.isfunction)
+    return {name: f for name, f in members if not name.startswith("_")}
 
 
 def parameters(method):
@@ -102,15 +102,15 @@ class Rig:
         self.tier.poll()  # every method of the tier does so first
         before = self.state()
         try:
-            found = getattr(owner, name)(**args)
+            result = getattr(owner, name)(**args)
         except REFUSED:
             assert self.state() == before, (name, args)
             return name, False
-        if isinstance(found, Sequence):
-            self.sequences.append(found)
-        elif isinstance(found, SequenceGroup):
-            self.groups.append(found)
-        elif isinstance(found, NoRoom):
+        if isinstance(result, Sequence):
+            self.sequences.append(result)
+        elif isinstance(result, SequenceGroup):
+            self.groups.append(result)
+        elif isinstance(result, NoRoom):
             assert self.state() == before, (name, args)
         self.sequences = [s for s in self.sequences if s.table in self.cache.pool.tables]
         self.cache.check()
@@ -182,14 +182,14 @@ def test_a_pool_survives_invalid_arguments():
             args = {n: pool_value(chance, pool, n, tables) for n in parameters(method)}
             before = pool_state(pool), pool_state(strange)
             try:
-                found = method(pool, **args)
+                result = method(pool, **args)
             except REFUSED:
                 assert (pool_state(pool), pool_state(strange)) == before, (name, args)
                 refused.add(name)
                 continue
             served.add(name)
-            tables += [found] if isinstance(found, PageTable) else []
-            assert not isinstance(found, NoRoom) or pool_state(pool) == before[0]
+            tables += [result] if isinstance(result, PageTable) else []
+            assert not isinstance(result, NoRoom) or pool_state(pool) == before[0]
             pool.check()
         for table in pool.tables:
             pool.free(table)

@@ -298,10 +298,10 @@ def run_random_operations(late, steps, seed, **sizes):
 
 
 def test_two_thousand_random_steps(late):
-    seen = run_random_operations(
+    cases = run_random_operations(
         late, 2_000, seed=1, num_pages=24, page_size=4, max_seqs=8, host_pages=20
     )
-    assert all(seen.values()), f"a case never occurred: {seen}"
+    assert all(cases.values()), f"a case never occurred: {cases}"
 
 
 @pytest.mark.slow
@@ -315,6 +315,6 @@ def test_two_thousand_random_steps(late):
 )
 def test_twenty_four_thousand_random_steps(late, seed, sizes):
     """Three profiles of 8,000: page size 1 has no page that is filled in part."""
-    seen = run_random_operations(late, 8_000, seed, **sizes)
+    cases = run_random_operations(late, 8_000, seed, **sizes)
     never = {"copied", "shared_write"} if sizes["page_size"] == 1 else set()
-    assert {name for name, count in seen.items() if not count} == never, seen
+    assert {name for name, count in cases.items() if not count} == never, cases

@@ -14,7 +14,7 @@ FLAGS += ("--disable-background-networking", "--disable-component-update", "--di
 
 @pytest.fixture(scope="session")
 def data():
-    return record.everything()
+    return record.record_figures()
 
 
 @pytest.fixture(scope="session")

@@ -68,10 +68,10 @@ def test_hidden_keys_are_not_compulsory(causal, window_size):
     for seqlen_q, seqlen_k in ((1, 9), (9, 1), (4, 9), (9, 4), (5, 5), (0, 3), (3, 0)):
         problem = make_problem(seqlen_q, seqlen_k, causal=causal, window_size=window_size)
         rule = Visibility(seqlen_q, seqlen_k, causal, problem.window_size)
-        seen = rule.tile(0, seqlen_q, 0, seqlen_k, torch.device("cpu"))
-        seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool) if seen is None else seen
-        assert problem.seen_queries == int(seen.any(1).sum())
-        assert problem.seen_keys == int(seen.any(0).sum())
+        visible = rule.tile(0, seqlen_q, 0, seqlen_k, torch.device("cpu"))
+        visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool) if visible is None else visible
+        assert problem.seen_queries == int(visible.any(1).sum())
+        assert problem.seen_keys == int(visible.any(0).sum())
         rows, keys = seqlen_q + problem.seen_queries, 2 * problem.seen_keys
         assert bounds.compulsory(problem) == 64 * (rows + keys)
         assert problem.min_bytes == 2 * 64 * (rows + keys) + 4 * seqlen_q

@@ -137,7 +137,7 @@ class TestBytes:
             shown = tab.locator(f'[data-bytes="{name}"]').text_content()
             assert number(shown) == pytest.approx(book.hbm_bytes, rel=5e-3)
 
-    def test_all_draw_from_one_memory(self, tab):
+    def test_all_algorithms_move_bytes_at_one_rate(self, tab):
         """As long as none has ended all have moved as much; at the end, each its own."""
         slide(tab, "bytes-time", 8)
         early = [number(tab.locator(f'[data-bytes="{n}"]').text_content()) for n in papers.KERNELS]
@@ -224,7 +224,7 @@ class TestAlgebra:
 class TestTiles:
     @pytest.mark.parametrize("mask", papers.MASKS)
     @pytest.mark.parametrize("order", ["v1", "v2"])
-    def test_the_state_shown_is_that_of_the_keys_seen_so_far(self, tab, order, mask):
+    def test_the_shown_state_is_that_of_the_keys_visited_so_far(self, tab, order, mask):
         """Compared in fp64 with state.lift over exactly the visible keys of the tiles visited."""
         choose(tab, "tiles-order", order)
         choose(tab, "tiles-mask", mask)
@@ -237,12 +237,12 @@ class TestTiles:
             row = papers.WATCHED[place]
             slide(tab, "tiles-step", frame)
             slide(tab, "tiles-row", place)
-            seen = torch.zeros(papers.SEQLEN, dtype=torch.bool)
+            visited = torch.zeros(papers.SEQLEN, dtype=torch.bool)
             for i, j, *_ in steps[: frame + 1]:
                 if i == row // papers.TILE:
-                    seen[j * papers.TILE : (j + 1) * papers.TILE] = True
+                    visited[j * papers.TILE : (j + 1) * papers.TILE] = True
             s = (q[row] @ k.mT / papers.HEAD_DIM**0.5).masked_fill(
-                ~(seen & visible[row]), -math.inf
+                ~(visited & visible[row]), -math.inf
             )
             one = state.lift(s, v)
             out = state.finalize(one)[0][: papers.NUMBERS]
@@ -360,10 +360,10 @@ class TestPages:
         tab.click("#pages-generate")
         play.do({"do": "generate", "name": None})
         tab.click('[data-act="free C"]')
-        said = play.do({"do": "free", "name": "C"})["say"]
+        sentence = play.do({"do": "free", "name": "C"})["say"]
         want = play.state()
         tab.wait_for_function(
-            "(say) => document.querySelector('#pages-say').textContent === say", arg=said
+            "(say) => document.querySelector('#pages-say').textContent === say", arg=sentence
         )
         assert self.tables(tab) == {t["name"]: t["pages"] for t in want["tables"]}
         assert fact(tab, "pages", "used") == f"{24 - want['free']} of 24"
@@ -371,7 +371,7 @@ class TestPages:
         assert tab.locator("#pages .page.many").count() == sum(refs > 1 for refs in want["refs"])
         assert tab.locator("#pages .page.cached").count() == want["cached"]
 
-    def test_the_story_is_told_and_any_deed_ends_it(self, tab):
+    def test_the_story_plays_until_another_control_is_used(self, tab):
         tab.click("#pages-story")
         assert tab.locator("#pages-story").text_content() == "Stop"
         tab.wait_for_selector('#pages [data-name="B"]')
@@ -379,7 +379,7 @@ class TestPages:
         assert tab.locator("#pages-story").text_content() == "Show me"
         assert tab.locator("#pages .table").count() == 0
 
-    def test_a_pool_that_is_full_says_so(self, tab):
+    def test_a_full_pool_shows_a_message(self, tab):
         tab.click("#pages-reset")
         for letters in ("abcdefghijkl", "mnopqrstuvwx"):
             tab.fill("#pages-text", " ".join(f"{c}{i}" for c in letters for i in range(4)))

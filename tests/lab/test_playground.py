@@ -1,4 +1,4 @@
-"""The playground keeps the laws of the pool, and its twin in the browser is the same, page for
+"""The playground keeps the invariants of the pool, and its port to JavaScript is the same, page for
 page, after each of 1,000 random operations.
 """
 
@@ -47,43 +47,44 @@ def life(seed, count):
         yield what, answer, play.state()
 
 
-def test_tables_lead_to_their_words_whatever_is_shared_or_copied():
-    seen = list(life(1, 1_000))
-    done = {what["do"] for what, answer, _ in seen if answer["ok"]}
+def test_pages_of_a_table_hold_its_words_after_forks_and_copies():
+    steps = list(life(1, 1_000))
+    done = {what["do"] for what, answer, _ in steps if answer["ok"]}
     assert done == set(OPERATIONS)
-    assert any(state["copies"] for _, _, state in seen) and any(s["shared"] for _, _, s in seen)
-    said = " ".join(answer["say"] for _, answer, _ in seen)
-    assert "free a sequence" in said and "was here before" in said and "lost" in said
+    assert any(state["copies"] for _, _, state in steps) and any(s["shared"] for _, _, s in steps)
+    sentences = " ".join(answer["say"] for _, answer, _ in steps)
+    for words in ("free a sequence", "is partly cached", "dropped"):
+        assert words in sentences
 
 
-def test_the_twin_holds_the_same_pages_after_each_of_1000_operations(tab):
+def test_the_port_to_javascript_holds_the_same_pages_after_each_of_1000_operations(tab):
     operations, answers, states = zip(*life(7, 1_000), strict=True)
     script = """(operations) => {
-      const play = new lab.twin.Playground(lab.data.pages);
+      const play = new lab.localPool.Playground(lab.data.pages);
       return JSON.stringify(operations.map((one) => [play.do(one), play.state()]));
     }"""
-    told = json.loads(tab.evaluate(script, list(operations)))
-    for i, (answer, state) in enumerate(told):
+    in_browser = json.loads(tab.evaluate(script, list(operations)))
+    for i, (answer, state) in enumerate(in_browser):
         assert (answer, state) == (answers[i], states[i]), (i, operations[i])
 
 
-def test_a_prompt_that_was_here_before_is_found_in_freed_pages():
+def test_a_repeated_prompt_is_found_in_free_pages():
     play = Playground()
     play.do({"do": "add", "text": "a b c d e f g h i"})
     play.do({"do": "free", "name": "A"})
     assert play.state()["cached"] == 3
     answer = play.do({"do": "add", "text": "a b c d e f g h x"})
-    assert answer["say"] == "B was here before in part: 2 pages shared. Only the rest is computed."
+    assert answer["say"] == "B is partly cached: 2 pages shared. Only the rest is computed."
 
 
 def test_what_a_visitor_sees_first_and_the_story_can_all_be_done():
     play = Playground()
-    told = [play.do(what) for what in (*OPENING, *STORY)]
-    assert all(answer["ok"] for answer in told), told
-    assert "copied to" in " ".join(a["say"] for a in told) and "shared" in told[-2]["say"]
+    answers = [play.do(what) for what in (*OPENING, *STORY)]
+    assert all(answer["ok"] for answer in answers), answers
+    assert "copied to" in " ".join(a["say"] for a in answers) and "shared" in answers[-2]["say"]
 
 
-def test_what_cannot_be_done_changes_nothing():
+def test_refused_operations_change_nothing():
     play = Playground()
     for _ in range(MAX_SEQUENCES):
         play.do({"do": "add", "text": "a b c d e f g"})
@@ -94,11 +95,11 @@ def test_what_cannot_be_done_changes_nothing():
     ):
         before = play.state()
         answer = play.do(bad)
-        assert answer == {"ok": False, "say": "12 sequences are enough: free one."}
+        assert answer == {"ok": False, "say": "12 sequences are the most: free one."}
         assert play.state() == {**before, "copies": []}
 
 
-def test_a_full_pool_is_said_and_a_long_sequence_ends():
+def test_a_full_pool_and_the_longest_sequence_are_refused():
     play = Playground()
     words = [str(i) for i in range(2 * MAX_WORDS)]
     for half in (words[:MAX_WORDS], words[MAX_WORDS:]):
@@ -121,6 +122,6 @@ def test_words_are_not_gathered_for_ever(monkeypatch):
 @pytest.mark.parametrize(
     "bad", [{}, {"do": "__init__"}, {"do": "add"}, {"do": "add", "text": 3}, {"do": ["add"]}]
 )
-def test_what_is_no_operation_is_an_error(bad):
+def test_invalid_operations_raise(bad):
     with pytest.raises(ValueError, match="must be"):
         Playground().do(bad)

@@ -7,22 +7,22 @@ import torch
 
 from onchip.engine.tokenizer import ByteTokenizer
 from onchip.lab import page, papers, record
-from onchip.lab.numbers import shown
+from onchip.lab.rounding import round_significant
 from onchip.models import builtin, random_model, save
 
 
 def test_recording_is_strict_json_the_same_every_time_and_leaves_the_threads_alone(data):
     before = torch.get_num_threads()
-    again = record.everything()
+    again = record.record_figures()
     assert json.dumps(data, allow_nan=False) == json.dumps(again, allow_nan=False)
     assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("name", papers.KERNELS)
-def test_the_race_goes_on_by_formula_where_the_ledgers_end(name):
+def test_formulas_equal_the_ledgers_at_the_last_length_that_runs(name):
     """At the last length that runs, both count the same."""
-    book = papers.executed(name, papers.EXECUTED)
-    formula = papers.counted(name, papers.EXECUTED, papers.HEAD_DIM, papers.HALF, papers.SRAM)
+    book = papers.run_with_ledger(name, papers.EXECUTED)
+    formula = papers.count_traffic(name, papers.EXECUTED, papers.HEAD_DIM, papers.HALF, papers.SRAM)
     assert (book.reads, book.writes) == (formula.reads, formula.writes)
 
 
@@ -61,5 +61,5 @@ def test_no_data_can_end_its_element():
 
 
 def test_infinities_are_text_and_digits_are_significant():
-    assert shown(torch.tensor([-torch.inf, 1 / 3])) == ["-inf", 0.3333333]
-    assert shown([[123456789.0]], 3) == [[123000000.0]]
+    assert round_significant(torch.tensor([-torch.inf, 1 / 3])) == ["-inf", 0.3333333]
+    assert round_significant([[123456789.0]], 3) == [[123000000.0]]

@@ -77,7 +77,7 @@ def test_operations_over_http(server):
         (b" " * 5000, "at most 4096"),
     ],
 )
-def test_what_is_no_operation_is_refused_and_harms_nothing(server, body, why):
+def test_invalid_operations_are_refused_and_change_nothing(server, body, why):
     status, answer = ask(server, "POST", "/pages", body)
     answer = json.loads(answer)
     assert status == 400 and not answer["ok"] and why in answer["say"]
@@ -96,18 +96,18 @@ def test_only_its_own_address_is_served(server):
 
 
 def test_connections_are_bounded(server):
-    """Idle connections take all seats: for each that follows the oldest one ends."""
-    server.seats = threading.BoundedSemaphore(3)
+    """Idle connections take all slots: each new one closes the oldest."""
+    server.connection_slots = threading.BoundedSemaphore(3)
     idle = [HTTPConnection(*server.server_address, timeout=10) for _ in range(3)]
     for one in idle:
         one.connect()
-    seats_taken = lambda: server.seats._value == 0
-    assert _soon(seats_taken)
+    slots_taken = lambda: server.connection_slots._value == 0
+    assert _soon(slots_taken)
     assert ask(server, "GET", "/pages")[0] == 200
-    assert idle[0].sock.recv(1) == b"" and len(server.seated) <= 3
+    assert idle[0].sock.recv(1) == b"" and len(server.open_connections) <= 3
     for one in idle:
         one.close()
-    assert _soon(lambda: server.seats._value == 3)
+    assert _soon(lambda: server.connection_slots._value == 3)
     assert ask(server, "GET", "/pages")[0] == 200
 
 
@@ -131,7 +131,7 @@ def test_the_command_serves_until_it_is_stopped():
 
 
 def test_the_command_writes_a_page_that_needs_no_server(tmp_path, capsys, monkeypatch, data):
-    monkeypatch.setattr("onchip.lab.record.everything", lambda model: data)
+    monkeypatch.setattr("onchip.lab.record.record_figures", lambda model: data)
     assert commands.main(["lab", "--out", str(tmp_path / "new" / "folder")]) == 0
     file = tmp_path / "new" / "folder" / "index.html"
     assert capsys.readouterr().out.strip() == str(file)
@@ -170,11 +170,11 @@ def dripping(server):
         client.close()
 
 
-def test_dripping_connections_hold_nobody_up(server, dripping):
+def test_slow_senders_do_not_delay_other_clients(server, dripping):
     dripping(serve.MAX_CONNECTIONS + 8)
     for _ in range(3):
         assert ask(server, "GET", "/pages")[0] == 200
-    assert len(server.seated) <= serve.MAX_CONNECTIONS
+    assert len(server.open_connections) <= serve.MAX_CONNECTIONS
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,15 @@ LONG = 131_072
 
 def entries(offsets, indices, tiles=None):
     """{(b, h, row, index): tile} of compressed lists, checking that every row is ascending."""
-    found = {}
+    tile_of = {}
     for b, plane in enumerate(offsets.tolist()):
         for h, bounds in enumerate(plane):
             for row, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
                 listed = indices[begin:end].tolist()
                 assert listed == sorted(set(listed))
                 for at, index in enumerate(listed):
-                    found[b, h, row, index] = 0 if tiles is None else int(tiles[begin + at])
-    return found
+                    tile_of[b, h, row, index] = 0 if tiles is None else int(tiles[begin + at])
+    return tile_of
 
 
 def random_mask():

@@ -32,10 +32,10 @@ def two_layers(q, k, v, mask):
 @pytest.fixture
 def builds(monkeypatch):
     """One entry for each mask that is built."""
-    found = []
-    spy = lambda *args: found.append(1) or masks.build(*args)
+    builds = []
+    spy = lambda *args: builds.append(1) or masks.build(*args)
     monkeypatch.setattr(deferred, "build", spy)
-    return found
+    return builds
 
 
 @pytest.mark.parametrize("kind", ["spans", "dense"])
@@ -43,13 +43,13 @@ def test_a_graph_builds_its_mask_at_run_time_once_for_all_calls(kind, builds):
     x, given = qkv(), bounds()
     given = given if kind == "spans" else masks.build(given, 2, 1, 40, 40).to_dense()
     compiled = torch.compile(two_layers, backend="aot_eager", fullgraph=True)
-    found = []
+    runs = []
     for fn in (two_layers, compiled):
         before = len(builds)
         out = fn(*x, given)
-        found.append([out, *torch.autograd.grad(out.square().sum(), x)])
+        runs.append([out, *torch.autograd.grad(out.square().sum(), x)])
     assert len(builds) - before == 1
-    for ours, eager in zip(*found, strict=True):
+    for ours, eager in zip(*runs, strict=True):
         torch.testing.assert_close(ours, eager, rtol=0, atol=0)
     other = bounds(window=3)
     expected = onchip.attention(*x, causal=True, window_size=(2, 0))
@@ -83,16 +83,16 @@ def test_a_mask_that_reuses_the_memory_of_another_is_built_again():
 
 
 def test_cuda_graphs_never_record_a_mask_that_is_built_from_values():
-    found = []
+    ops = []
 
     def spy(graph, _):
-        found.extend(n.target for n in graph.graph.nodes if "onchip" in str(n.target))
+        ops.extend(n.target for n in graph.graph.nodes if "onchip" in str(n.target))
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=spy, bw_compiler=spy)
     torch.compile(two_layers, backend=backend, fullgraph=True)(*qkv(), bounds()).sum().backward()
-    assert len(found) == 5
-    assert all(torch.Tag.cudagraph_unsafe in op.tags for op in found)
+    assert len(ops) == 5
+    assert all(torch.Tag.cudagraph_unsafe in op.tags for op in ops)
     assert torch.Tag.cudagraph_unsafe not in torch.ops.onchip.forward.default.tags
 
 

@@ -24,8 +24,8 @@ class Case(NamedTuple):
 def dense_rule(rule, seqlen_q, seqlen_k):
     b, h = torch.arange(BATCH).view(-1, 1, 1, 1), torch.arange(HEADS).view(-1, 1, 1)
     q, k = torch.arange(seqlen_q).view(-1, 1), torch.arange(seqlen_k)
-    seen = rule(b, h, q, k, q + seqlen_k - seqlen_q)
-    return torch.as_tensor(seen).expand(BATCH, HEADS, seqlen_q, seqlen_k)
+    visible = rule(b, h, q, k, q + seqlen_k - seqlen_q)
+    return torch.as_tensor(visible).expand(BATCH, HEADS, seqlen_q, seqlen_k)
 
 
 def block_counts(dense):
@@ -66,10 +66,10 @@ def document_case(cuts_q, cuts_k, seqlen_q, seqlen_k):
 
 def window_case(left, right):
     def rule(b, h, q, k, p):
-        seen = torch.ones_like(p - k, dtype=torch.bool)
+        visible = torch.ones_like(p - k, dtype=torch.bool)
         if left is not None:
-            seen = seen & (p - left <= k)
-        return seen if right is None else seen & (k <= p + right)
+            visible = visible & (p - left <= k)
+        return visible if right is None else visible & (k <= p + right)
 
     return Case(masks.window(left, right), rule)
 

@@ -48,8 +48,8 @@ def test_a_submask_has_the_cells_of_the_whole(name, built):
     node = node_of(whole if built else RULES[name], planes, lengths, torch.device("cpu"))
     for rows, cols in PAIRS:
         rows, cols = PICKS[rows], PICKS[cols]
-        found = build(submask(node, rows, cols)).to_dense()
-        assert torch.equal(found, dense[:, :, rows][:, :, :, cols])
+        cells = build(submask(node, rows, cols)).to_dense()
+        assert torch.equal(cells, dense[:, :, rows][:, :, :, cols])
 
 
 def test_intervals_stay_intervals():

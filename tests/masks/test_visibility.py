@@ -15,14 +15,14 @@ def brute_force(v):
     p = torch.arange(v.seqlen_q)[:, None] + v.seqlen_k - v.seqlen_q
     k = torch.arange(v.seqlen_k)
     left, right = v.window_size
-    seen = torch.ones(v.seqlen_q, v.seqlen_k, dtype=torch.bool)
+    visible = torch.ones(v.seqlen_q, v.seqlen_k, dtype=torch.bool)
     if v.causal:
-        seen &= k <= p
+        visible &= k <= p
     if left is not None:
-        seen &= k >= p - left
+        visible &= k >= p - left
     if right is not None:
-        seen &= k <= p + right
-    return seen if v.mask is None else seen & v.mask.to_dense()[v.b, v.h]
+        visible &= k <= p + right
+    return visible if v.mask is None else visible & v.mask.to_dense()[v.b, v.h]
 
 
 def some_mask(kind, seqlen_q, seqlen_k):
@@ -128,7 +128,7 @@ def test_a_restricted_rule_equals_the_whole_on_its_range(rows, keys, window_size
     size = rows[1] - rows[0], keys[1] - keys[0]
     want = cells(whole, *rows, *keys).expand(size).bool()
     assert torch.equal(cells(part, 0, size[0], 0, size[1]).expand(size).bool(), want)
-    seen = torch.zeros(size[1], dtype=torch.bool)
+    visible = torch.zeros(size[1], dtype=torch.bool)
     for lo, hi in part.spans(0, size[0]):
-        seen[lo:hi] = True
-    assert not want[:, ~seen].any()
+        visible[lo:hi] = True
+    assert not want[:, ~visible].any()

@@ -218,12 +218,12 @@ def test_published_models_have_the_published_number_of_parameters(data, count):
 )
 def test_frequencies_fall_from_one(rotary):
     """High frequencies are kept, low ones divided by the factor, and their order is the same."""
-    found = frequencies(rotary, torch.device("cpu"))
+    scaled = frequencies(rotary, torch.device("cpu"))
     plain = frequencies(Rotary(rotary.theta, rotary.dim), torch.device("cpu"))
-    assert (found.diff() < 0).all() and found.dtype == torch.float32
-    assert found[-1] == pytest.approx((plain[-1] / rotary.factor).item(), rel=1e-6)
+    assert (scaled.diff() < 0).all() and scaled.dtype == torch.float32
+    assert scaled[-1] == pytest.approx((plain[-1] / rotary.factor).item(), rel=1e-6)
     if rotary.kind != "linear":
-        assert found[0] == 1
+        assert scaled[0] == 1
 
 
 @pytest.mark.parametrize(

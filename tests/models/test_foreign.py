@@ -105,8 +105,8 @@ def greedy_tokens_are_the_best(folder, theirs):
     options = {"block_size": 4, "num_pages": 40, "max_num_seqs": 3, "max_num_batched_tokens": 9}
     prompts = [tokens(n, seed=n) for n in (4, 31, 1)]
     with onchip.LLM(models.load_foreign(folder), swap_space=0, **options) as llm:
-        asked = onchip.SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
-        outputs = llm.generate(prompts, asked, use_tqdm=False)
+        params = onchip.SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
     sequences = [
         prompt + list(o.outputs[0].token_ids) for prompt, o in zip(prompts, outputs, strict=True)
     ]
@@ -124,8 +124,8 @@ def test_only_selected_rows_are_computed(tmp_path):
     sequence = cache.open()
     cache.append(sequence, tokens(13))
     batch = cache.view([sequence])
-    asked = torch.tensor([12, 3], dtype=torch.int32)
-    some = one(torch.tensor(tokens(13)), positions_of(batch), batch, cache, asked)
+    rows = torch.tensor([12, 3], dtype=torch.int32)
+    some = one(torch.tensor(tokens(13)), positions_of(batch), batch, cache, rows)
     every = one(torch.tensor(tokens(13)), positions_of(batch), batch, cache)
     torch.testing.assert_close(some, every[[12, 3]], rtol=0, atol=1e-5)
     assert some.shape == (2, one.width)
@@ -133,11 +133,11 @@ def test_only_selected_rows_are_computed(tmp_path):
 
 def test_a_checkpoint_is_described_without_its_weights(tmp_path):
     foreign_models.model("gpt_oss").save_pretrained(tmp_path)
-    found = models.inspect_foreign(tmp_path)
-    assert found.layout.windows == (7, None)
-    assert found.layout.heads == (4, 2, 16, 16, torch.float32)
-    assert found.config.eos_token_ids == (2,) and found.config.max_seqlen == 256
-    assert (found.config.vocab_size, found.config.num_layers) == (131, 2)
+    checkpoint = models.inspect_foreign(tmp_path)
+    assert checkpoint.layout.windows == (7, None)
+    assert checkpoint.layout.heads == (4, 2, 16, 16, torch.float32)
+    assert checkpoint.config.eos_token_ids == (2,) and checkpoint.config.max_seqlen == 256
+    assert (checkpoint.config.vocab_size, checkpoint.config.num_layers) == (131, 2)
 
 
 def test_weights_may_be_in_several_files(tmp_path):

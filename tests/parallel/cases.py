@@ -106,13 +106,13 @@ def differentiate(attend, leaves, dout, dlse, extras):
     leaves = [t.clone().requires_grad_() for t in leaves]
     extras = {n: t.clone().requires_grad_() if n == "sinks" else t for n, t in extras.items()}
     out, lse = attend(*leaves, extras)
-    seen = lse.masked_fill(lse == -torch.inf, 0.0)
-    torch.autograd.backward((out, seen), (dout.to(out.dtype), dlse))
-    found = {"out": out.detach(), "lse": lse.detach()}
-    found |= {"d" + n: t.grad for n, t in zip("qkv", leaves, strict=True)}
+    finite_lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    torch.autograd.backward((out, finite_lse), (dout.to(out.dtype), dlse))
+    results = {"out": out.detach(), "lse": lse.detach()}
+    results |= {"d" + n: t.grad for n, t in zip("qkv", leaves, strict=True)}
     if "sinks" in extras:
-        found["dsinks"] = extras["sinks"].grad
-    return found
+        results["dsinks"] = extras["sinks"].grad
+    return results
 
 
 def on_one_device(case):
@@ -149,20 +149,20 @@ def unshard_results(case, parts):
     """The results of all ranks, put together as on one device."""
     layout = case.layout_of(len(parts))
     dims = {name: case.dim for name in ("out", "dq", "dk", "dv")} | {"lse": -1}
-    found = {n: layout.unshard([part[n] for part in parts], dim) for n, dim in dims.items()}
+    results = {n: layout.unshard([part[n] for part in parts], dim) for n, dim in dims.items()}
     if "dsinks" in parts[0]:
-        found["dsinks"] = sum(part["dsinks"] for part in parts)
-    return found
+        results["dsinks"] = sum(part["dsinks"] for part in parts)
+    return results
 
 
 def check_case(case, parts, expected=None):
     """Compare each result with one device: errors relative to max |one device|."""
     expected = on_one_device(case) if expected is None else expected
-    found = unshard_results(case, parts)
-    assert found.keys() == expected.keys()
+    results = unshard_results(case, parts)
+    assert results.keys() == expected.keys()
     for name, want in expected.items():
         size = terms_of_sinks(case, expected) if name == "dsinks" else None
-        near(found[name], want, TOLERANCE[case.dtype], f"{name} of {case}", size)
+        near(results[name], want, TOLERANCE[case.dtype], f"{name} of {case}", size)
 
 
 def terms_of_sinks(case, expected):
@@ -175,13 +175,13 @@ def terms_of_sinks(case, expected):
     return terms.sum(-1).max()
 
 
-def near(found, want, tolerance, what, size=None):
+def near(got, want, tolerance, what, size=None):
     """size: the scale of the error; max |want| by default."""
     finite = want.isfinite()
-    assert torch.equal(found.isfinite(), finite), what
+    assert torch.equal(got.isfinite(), finite), what
     if finite.any():
         size = want[finite].abs().max() if size is None else size
-        error = (found - want)[finite].abs().max() / size.clamp(min=1e-30)
+        error = (got - want)[finite].abs().max() / size.clamp(min=1e-30)
         assert error <= tolerance, f"{what}: {float(error):.1e}"
 
 
@@ -191,8 +191,8 @@ def check_in_process(case, size):
     check_case(case, [part[0] for part in parts])
 
 
-def rmse(found, exact):
-    return {n: float((found[n].double() - exact[n]).square().mean().sqrt()) for n in exact}
+def rmse(got, exact):
+    return {n: float((got[n].double() - exact[n]).square().mean().sqrt()) for n in exact}
 
 
 def check_rmse(case, size):

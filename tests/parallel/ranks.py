@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from onchip import models
 from onchip.kvcache import KVCache
 from onchip.models import positions_of
-from onchip.parallel.tensor import TensorParallelGroup
+from onchip.parallel.tensor_parallel import TensorParallelGroup
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from onchip.parallel import (
 )
 from onchip.parallel.comm import run_ranks
 from onchip.parallel.consistency import encode_fields, find_difference
-from onchip.parallel.group import GroupComm
+from onchip.parallel.group_comm import GroupComm
 from onchip.parallel.strategy import STRATEGIES
 from tests.parallel.pool import Pool
 

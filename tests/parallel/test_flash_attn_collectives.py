@@ -8,14 +8,14 @@ from onchip.integrations.flash_attn import collectives
 def on_rank(comm):
     """(result, gradient) of each collective; rank r has rows of 1 + r."""
     rows = torch.full((2, 3), 1.0 + comm.rank)
-    found = []
+    results = []
     for name in ("all_gather", "reduce_scatter", "all_reduce"):
         x = rows.clone().requires_grad_()
         out = getattr(collectives, name)(x, comm.group)
         weights = torch.arange(1.0, 1 + len(out))[:, None] * (1 + comm.rank)
         (out * weights).sum().backward()
-        found.append((out.detach(), x.grad))
-    return found
+        results.append((out.detach(), x.grad))
+    return results
 
 
 def test_collectives_and_their_gradients(pool):

@@ -63,8 +63,8 @@ def test_dropout_equals_one_call(strategy, layout):
     """fp32, 5 ranks: a single different draw would fail."""
     x = sequence(333, torch.float32, heads=(6, 3), dim=64)
     one = differentiate(lambda *qkv: onchip.attention(*qkv, causal=True, **DROPOUT), *x)
-    found = in_chunks(x, 5, strategy, layout, causal=True, **DROPOUT)
-    for got, want in zip(found, one, strict=True):
+    results = in_chunks(x, 5, strategy, layout, causal=True, **DROPOUT)
+    for got, want in zip(results, one, strict=True):
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
@@ -110,6 +110,6 @@ def test_a_cache_on_several_ranks_equals_one_cache(seqlen_q, window_size):
         paged = tree_paged_attention(q, *pages, comm, places=[place], **options)
         return tree_attention(q, *mine, comm, place=place, **options), paged
 
-    for found in run_ranks(4, decode):
-        for out in found:
+    for outs in run_ranks(4, decode):
+        for out in outs:
             compare(out.cpu(), one.cpu(), exact)

@@ -79,7 +79,7 @@ def test_zigzag_groups_are_zigzag():
 
 
 @pytest.mark.parametrize("heads, size", [((8, 8), 8), ((16, 4), 8), ((8, 2), 6), ((32, 8), 4)])
-def test_bytes_are_as_the_model_says(heads, size):
+def test_sent_bytes_equal_the_model(heads, size):
     """Forward, each inner_size that divides: `auto` compares the bytes sent, without lse."""
     seqlen, layout = 4 * size, sharding.contiguous(size)
     (q, k, v, _, dlse), _ = Case(
@@ -95,13 +95,13 @@ def test_bytes_are_as_the_model_says(heads, size):
         context_parallel_attention(*mine, group, layout=layout, strategy=strategy)
         return sum(comm.bytes.values())
 
-    found = {}
+    bytes_by_size = {}
     for inner_size in (n for n in range(1, size + 1) if size % n == 0 and heads[1] % n == 0):
         lse = dlse.nbytes / size * (inner_size - 1) / inner_size
         (sent,) = set(run_ranks(size, count_on_rank, inner_size))
         assert sent == sent_bytes(size, inner_size, *heads) * own + lse
-        found[inner_size] = sent - lse
-    assert found[best_inner_size(size, *heads)] == min(found.values())
+        bytes_by_size[inner_size] = sent - lse
+    assert bytes_by_size[best_inner_size(size, *heads)] == min(bytes_by_size.values())
 
 
 @pytest.mark.parametrize(

@@ -126,14 +126,14 @@ def test_dropout_keeps_the_same_weights_as_one_device(name, cu):
         return context_parallel_attention(mine(q), mine(q), mine(v), comm, **where, **options)
 
     layout = LAYOUTS[name](4)
-    found = layout.unshard(run_ranks(4, on_rank, layout), dim)
-    assert torch.equal(found != 0, want != 0)
+    weights = layout.unshard(run_ranks(4, on_rank, layout), dim)
+    assert torch.equal(weights != 0, want != 0)
 
 
-def counted(comm, case):
+def run_counted(comm, case):
     counting = CountingComm(comm)
-    found = on_rank(counting, case)[0]
-    return found, counting.messages, counting.bytes
+    result = on_rank(counting, case)[0]
+    return result, counting.messages, counting.bytes
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -146,7 +146,7 @@ def test_messages_and_bytes_are_as_the_formulas_say(size, name, dtype):
     case = Case(name, 111, dtype=dtype, options={"causal": True})
     held = case.layout_of(size).lengths(case.seqlen)
     per_token = case.heads[1] * sum(case.dims) * dtype.itemsize
-    for rank, (_, messages, sent) in enumerate(run_ranks(size, counted, case)):
+    for rank, (_, messages, sent) in enumerate(run_ranks(size, run_counted, case)):
         assert messages["shift"] == (3 * size - 2 if size > 1 else 0)
         others = [held[(rank - i) % size] for i in range(size - 1)]
         all_ = held if size > 1 else []
@@ -157,7 +157,7 @@ def test_messages_and_bytes_are_as_the_formulas_say(size, name, dtype):
 def test_bf16_keys_travel_in_bf16_and_their_gradients_in_fp32():
     case = Case("contiguous", 64, dtype=torch.bfloat16)
     tokens, numbers = 16, case.heads[1] * sum(case.dims)
-    for _, _, sent in run_ranks(4, counted, case):
+    for _, _, sent in run_ranks(4, run_counted, case):
         assert sent["shift"] == numbers * tokens * (2 * 3 * 2 + 4 * 4)
 
 
@@ -166,8 +166,8 @@ def test_keys_travel_no_further_than_a_window(window):
     size, seqlen = 8, 128
     case = Case("contiguous", seqlen, options={"window_size": (window, 0)})
     hops_needed = -(-window // (seqlen // size))
-    results = run_ranks(size, counted, case)
-    check_case(case, [found for found, *_ in results])
+    results = run_ranks(size, run_counted, case)
+    check_case(case, [result for result, *_ in results])
     for _, messages, _ in results:
         assert messages["shift"] == (3 * hops_needed + 1 if hops_needed else 0)
 
@@ -175,7 +175,7 @@ def test_keys_travel_no_further_than_a_window(window):
 def test_keys_travel_no_further_than_documents():
     cu = (0, 30, 64, 128)  # the second is on ranks 0 and 1, the last on ranks 2 and 3
     case = Case("contiguous", 128, cu_seqlens=cu, options={"causal": True})
-    for _, messages, _ in run_ranks(4, counted, case):
+    for _, messages, _ in run_ranks(4, run_counted, case):
         assert messages["shift"] == 4
 
 
@@ -193,8 +193,8 @@ def test_hops_are_as_dense_masks_say():
         ):
             layout = make(4)
             lo, hi = global_mask.key_ranges(torch.arange(300))
-            seen = (torch.arange(300) >= lo[:, None]) & (torch.arange(300) < hi[:, None])
-            needed = max(h for h in range(4) for r in range(4) if sees_keys(layout, seen, r, h))
+            visible = (torch.arange(300) >= lo[:, None]) & (torch.arange(300) < hi[:, None])
+            needed = max(h for h in range(4) for r in range(4) if sees_keys(layout, visible, r, h))
             assert count_hops(layout, global_mask) >= needed
             if make is contiguous:
                 assert count_hops(layout, global_mask) == needed
@@ -256,22 +256,22 @@ def test_a_round_shows_the_cells_of_the_global_mask(data):
     rows, cols = (torch.tensor(sorted(data.draw(picks))) for _ in range(2))
     lo, hi = global_mask.key_ranges(rows)
     want = (cols >= lo[:, None]) & (cols < hi[:, None])
-    found = torch.zeros_like(want)
+    visible = torch.zeros_like(want)
     round = plan_round(global_mask, rows, cols, CPU)
     if round is not None:
-        found[round.rows, round.keys] = expanded(round)
+        visible[round.rows, round.keys] = expanded(round)
         assert round.count_pairs((1, 1)) == int(want.sum())
-    assert torch.equal(found, want)
+    assert torch.equal(visible, want)
 
 
 def expanded(round):
     if round.mask is not None:
         return round.mask.to_dense()[0, 0]
     lengths = [s.stop - s.start for s in (round.rows, round.keys)]
-    seen = masks.Visibility(*lengths, round.causal, round.window_size).tile(
+    visible = masks.Visibility(*lengths, round.causal, round.window_size).tile(
         0, lengths[0], 0, lengths[1]
     )
-    return torch.ones(lengths, dtype=torch.bool) if seen is None else seen
+    return torch.ones(lengths, dtype=torch.bool) if visible is None else visible
 
 
 @pytest.mark.parametrize("size", [2, 8, pytest.param(64, marks=pytest.mark.slow)])
@@ -339,10 +339,10 @@ def test_a_default_seed_is_the_same_on_all_ranks():
         v = layout.shard(v, comm.rank).contiguous()
         return context_parallel_attention(mine, mine, v, comm, layout=layout, dropout_p=0.5)
 
-    found = layout.unshard(run_ranks(4, on_rank)) != 0
-    rows = found[0, :, 0].int().tolist()
+    kept = layout.unshard(run_ranks(4, on_rank)) != 0
+    rows = kept[0, :, 0].int().tolist()
     assert len({tuple(row) for row in rows}) > 16  # no rank repeats another's draws
-    assert 0.35 < found.double().mean() < 0.65
+    assert 0.35 < kept.double().mean() < 0.65
 
 
 X = torch.zeros(1, 6, 2, 8)

@@ -107,8 +107,8 @@ def test_hopper_computes_every_causal_round_forward_and_backward():
     for round in plan_rounds(zigzag(4), GlobalMask(4096, True), 1, CUDA).rounds:
         for backward in (False, True):
             cached_call, x = prepare_round(RoundOptions(), round, q, k, k, wide_grads=backward)
-            found = plan(resolve_layout(cached_call.problem, x), device_info(CUDA), None, backward)
-            assert found.kernel == "hopper", found.reasons
+            chosen = plan(resolve_layout(cached_call.problem, x), device_info(CUDA), None, backward)
+            assert chosen.kernel == "hopper", chosen.reasons
 
 
 ROUNDS = [
@@ -146,8 +146,8 @@ def test_hopper_adds_gradients_as_torch_would(round, dims, dtype):
     queries = RunningGradients(RoundOptions(), q, saved, dq)
     for _ in range(3):
         assert queries.add(round, k, v, (dk, dv)) is None
-        found = differentiate_round(RoundOptions(), round, q, k, v, saved)[:3]
-        for total, at, share in zip(want, (round.rows, round.keys, round.keys), found, strict=True):
+        grads = differentiate_round(RoundOptions(), round, q, k, v, saved)[:3]
+        for total, at, share in zip(want, (round.rows, round.keys, round.keys), grads, strict=True):
             total[:, at] += share
     assert queries.finish() is dq
     assert torch.equal(dk, want[1]) and torch.equal(dv, want[2])

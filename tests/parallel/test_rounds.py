@@ -108,12 +108,12 @@ class AddedQueries:
         log.append(("queries", x.q.shape[1]))
 
     def add(self, problem, x, sums):
-        found = self.backward(problem, x, *self.saved)
-        self.dq = self.dq + found.dq
+        grads = self.backward(problem, x, *self.saved)
+        self.dq = self.dq + grads.dq
         self.log.append(("keys", None if sums is None else sums[0].shape[1]))
         if sums is None:
-            return found.dk, found.dv
-        for total, share in zip(sums, found[1:3], strict=True):
+            return grads.dk, grads.dv
+        for total, share in zip(sums, grads[1:3], strict=True):
             total += share
 
     def finish(self, dq):
@@ -144,8 +144,8 @@ def test_gradients_of_rounds_are_added_to_their_rows_and_keys(adds, monkeypatch)
     ] * 2:
         round = Round(slice(*rows), slice(*keys), causal=True)
         assert queries.add(round, k, v, (sums[1], sums[2])) is None
-        found = rounds.differentiate_round(RoundOptions(), round, q, k, v, saved)[:3]
-        for total, at, share in zip(want, (round.rows, round.keys, round.keys), found, strict=True):
+        grads = rounds.differentiate_round(RoundOptions(), round, q, k, v, saved)[:3]
+        for total, at, share in zip(want, (round.rows, round.keys, round.keys), grads, strict=True):
             total[:, at] += share
     assert queries.finish() is sums[0] is queries.finish()
     for name, a, b in zip(("dq", "dk", "dv"), sums, want, strict=True):

@@ -50,8 +50,8 @@ def test_precise_delta_keeps_the_residual_on_every_rank(strategy):
     def errors(precise):
         ranks = run_ranks(4, _gradients_of_ties, inputs, strategy, precise)
         whole = [zigzag(4).unshard([rank[i] for rank in ranks], 1) for i in (0, 1)]
-        found = (*whole, sum(rank[3] for rank in ranks))
-        pairs = zip(found, (*exact[:2], exact[3]), strict=True)
+        results = (*whole, sum(rank[3] for rank in ranks))
+        pairs = zip(results, (*exact[:2], exact[3]), strict=True)
         return [float((got - want).norm() / want.norm()) for got, want in pairs]
 
     plain, precise = errors(False), errors(True)

@@ -134,8 +134,8 @@ def test_one_message_or_two_give_the_same_bits(size, monkeypatch):
 
     def decode(comm):
         comm = CountingComm(comm)
-        found = tree_attention(q, k[:, comm.rank :: size], v[:, comm.rank :: size], comm)
-        return found, comm.messages, comm.bytes
+        out = tree_attention(q, k[:, comm.rank :: size], v[:, comm.rank :: size], comm)
+        return out, comm.messages, comm.bytes
 
     small = run_ranks(size, decode)
     monkeypatch.setattr(tree, "SECOND_MESSAGE_BYTES", 0)
@@ -219,5 +219,5 @@ def decode_on(comm, lengths):
 
 @pytest.mark.parametrize("lengths", [(20, 3), (7, 0, 11, 1), (5,) * 8], ids=str)
 def test_ranks_on_gloo(pool, lengths):
-    found = pool.run(len(lengths), decode_on, lengths)
-    assert all(torch.equal(out, found[0]) for out in found)
+    outs = pool.run(len(lengths), decode_on, lengths)
+    assert all(torch.equal(out, outs[0]) for out in outs)

@@ -69,12 +69,12 @@ def draw(function, count, seed):
     if count >= size_of(function):
         picked = list(product(*(values for _, values in marks)))
     else:
-        seen = set()
-        while len(seen) < count:
-            seen.add(tuple(rng.randrange(len(values)) for _, values in marks))
+        indices_drawn = set()
+        while len(indices_drawn) < count:
+            indices_drawn.add(tuple(rng.randrange(len(values)) for _, values in marks))
         picked = [
             tuple(values[i] for i, (_, values) in zip(indices, marks, strict=True))
-            for indices in sorted(seen)
+            for indices in sorted(indices_drawn)
         ]
     rows = [
         [v for (group, _), value in zip(marks, case, strict=True) for v in _flat(group, value)]

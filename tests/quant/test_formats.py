@@ -87,8 +87,8 @@ def test_storing_loses_nothing(fmt):
     stored = store(points, fmt)
     assert stored.dtype == fmt.dtype
     assert torch.equal(stored.float(), points)
-    gone = store(torch.tensor([math.nan]), fmt).float()
-    assert gone.item() == 0 if fmt is INT8 else gone.isnan()
+    stored_nan = store(torch.tensor([math.nan]), fmt).float()
+    assert stored_nan.item() == 0 if fmt is INT8 else stored_nan.isnan()
 
 
 @ALL

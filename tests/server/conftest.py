@@ -116,12 +116,12 @@ class FakeEngine:
             self.requests.clear()
             raise self.boom
         self.steps += 1
-        told = [r for r in list(self.requests.values())[: self.max_running] if self.grow(r)]
-        for request in told:
+        grown = [r for r in list(self.requests.values())[: self.max_running] if self.grow(r)]
+        for request in grown:
             if request.end:
                 del self.requests[request.request_id]
         self.last_step_at = time.monotonic()
-        return [r.output() for r in told if r.end or r.stream]
+        return [r.output() for r in grown if r.end or r.stream]
 
     def grow(self, request):
         now, params = time.monotonic(), request.params
@@ -174,9 +174,9 @@ def fake():
 
 @contextmanager
 def serve(engine, keys=(), drain_s=5.0, **options):
+    from onchip.server.api_keys import Keyring
     from onchip.server.app import Server, ServerOptions
-    from onchip.server.keys import Keyring
-    from onchip.server.run import BackgroundServer
+    from onchip.server.process import BackgroundServer
 
     server = Server(engine, ServerOptions(MODEL, **options), Keyring(keys))
     with BackgroundServer(server, drain_s=drain_s) as url:
@@ -279,8 +279,8 @@ def processes(log):
             )
         started.append(child)
         for line in child.stdout or ():
-            if found := re.search(r"http://[\d.]+:\d+", line):
-                return child, found[0]
+            if match := re.search(r"http://[\d.]+:\d+", line):
+                return child, match[0]
         raise AssertionError(log.read_text())
 
     yield start

@@ -175,7 +175,7 @@ WORST = (
 
 
 @linux
-def test_the_worst_bodies_cost_little_while_a_stream_goes_on(shared_process, ask, open_stream):
+def test_the_worst_bodies_delay_a_stream_little(shared_process, ask, open_stream):
     """In processor time: this machine may be busy with other things."""
     running, url = shared_process
     child = Child(running.pid)

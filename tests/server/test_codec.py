@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from onchip.engine import workers
+from onchip.engine import text_worker_pool
 from onchip.engine.request import Logprob
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer
 from onchip.server import codec
@@ -29,7 +29,7 @@ def folder_engine(fake, folder, template=None, **knobs):
 
 @pytest.mark.slow
 def test_a_template_that_loops_delays_no_plain_prompt(fake, tmp_path, serving, ask, monkeypatch):
-    monkeypatch.setattr(workers, "JOB_S", 0.5)
+    monkeypatch.setattr(text_worker_pool, "JOB_S", 0.5)
     answers = []
     with serving(folder_engine(fake, tmp_path, LOOP)) as (url, _):
         chat = lambda: answers.append(ask(url, CHATS, {"messages": HELLO}))
@@ -62,7 +62,7 @@ def test_the_deadline_covers_the_template(fake, tmp_path, serving, ask):
 
 def test_the_deadline_covers_the_wait_for_a_process(fake, tmp_path, serving, ask, monkeypatch):
     """All processes are busy for three seconds: a waiting request leaves at its own deadline."""
-    monkeypatch.setattr(workers, "JOB_S", 3.0)
+    monkeypatch.setattr(text_worker_pool, "JOB_S", 3.0)
     with serving(folder_engine(fake, tmp_path, LOOP)) as (url, _):
         chat = lambda: ask(url, CHATS, {"messages": HELLO})
         threads = [threading.Thread(target=chat) for _ in range(codec.PROCESSES)]

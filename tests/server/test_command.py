@@ -8,9 +8,9 @@ import pytest
 
 from onchip.cli import commands
 from onchip.server import command
-from onchip.server.keys import Keyring
+from onchip.server.api_keys import Keyring
+from onchip.server.process import Address
 from onchip.server.protocol import ChatRequest, CompletionRequest
-from onchip.server.run import Address
 
 TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"`([\w.-]+)`", TEXT))
@@ -28,8 +28,8 @@ def test_every_metric_is_listed_and_no_other(shared, ask):
     assert ask(shared, "/v1/completions", {"prompt": ""})[0] == 400
     page = ask(shared, "/metrics")[1]
     families = re.findall(r"^# TYPE (\w+) (?!gauge)\w+|^# TYPE (\w+) gauge", page, re.MULTILINE)
-    told = {a or b for a, b in families if not (a or b).endswith("_created")}
-    assert told == {name for name in NAMED if name.startswith("onchip_")}
+    exported = {a or b for a, b in families if not (a or b).endswith("_created")}
+    assert exported == {name for name in NAMED if name.startswith("onchip_")}
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_every_metric_is_listed_and_no_other(shared, ask):
 def test_unsafe_options_are_warned_about_without_printing_keys(options, word, capsys):
     args = commands._parser().parse_args(["serve", *options])
     keys = command._keyring(args, Address(args.host))
-    said = capsys.readouterr().err
-    assert word in said and bool(word) == bool(said) and "a-secret-key" not in said
+    output = capsys.readouterr().err
+    assert word in output and bool(word) == bool(output) and "a-secret-key" not in output
     assert keys.is_open == ("--api-key" not in options)
 
 

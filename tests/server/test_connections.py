@@ -10,7 +10,7 @@ import pytest
 
 from onchip.server.app import Server, ServerOptions
 from onchip.server.auth import MAX_HEAD_BYTES
-from onchip.server.run import BackgroundServer
+from onchip.server.process import BackgroundServer
 
 COMPLETIONS = "/v1/completions"
 
@@ -141,7 +141,7 @@ def test_a_body_that_arrives_during_shutdown_is_rejected(fake, dial, until, capl
 def test_a_client_that_does_not_read_does_not_delay_the_shutdown(
     fake, dial, until, caplog, monkeypatch
 ):
-    monkeypatch.setattr("onchip.server.run.FLUSH_S", 0.5)
+    monkeypatch.setattr("onchip.server.process.FLUSH_S", 0.5)
     caplog.set_level(logging.INFO)
     engine = fake()
     text = b'{"prompt": "abc", "max_tokens": 2000, "n": 32, "stream": true, "logprobs": 2}'

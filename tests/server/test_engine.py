@@ -32,7 +32,7 @@ def url(serving):
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         {"temperature": 0, "max_tokens": 21},
         {"temperature": 0.8, "top_p": 0.9, "seed": 7, "n": 3, "max_tokens": 13},
@@ -43,15 +43,15 @@ def url(serving):
     ids=["greedy", "seeded", "stopped", "best", "beams"],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_http_outputs_equal_offline_outputs(url, ask, offline, asked, stream):
-    streamable = "best_of" not in asked and "use_beam_search" not in asked
-    body = {"prompt": PROMPTS, "stream": stream} | asked
+def test_http_outputs_equal_offline_outputs(url, ask, offline, options, stream):
+    streamable = "best_of" not in options and "use_beam_search" not in options
+    body = {"prompt": PROMPTS, "stream": stream} | options
     status, answer, _ = ask(url, PATH, body)
     if stream and not streamable:
         assert status == 400
         return
     texts, reasons = joined(answer) if stream else whole(answer)
-    outputs = [one for request in offline(**asked) for one in request.outputs]
+    outputs = [one for request in offline(**options) for one in request.outputs]
     assert texts == [one.text for one in outputs]
     assert reasons == [one.finish_reason for one in outputs]
 

@@ -175,7 +175,7 @@ class TestClients:
 
     @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux can tell")
     def test_a_stuck_reader_is_disconnected(self, serving, fake, until, monkeypatch):
-        monkeypatch.setattr("onchip.server.run.STUCK_CLIENT_MS", 1000)
+        monkeypatch.setattr("onchip.server.process.STUCK_CLIENT_MS", 1000)
         engine = fake(step_s=0.001)
         body = json.dumps({**LONG, "n": 64, "logprobs": 2, "stream": True}).encode()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
@@ -203,8 +203,8 @@ class TestClients:
         engine = fake(step_s=0.002)
         with serving(engine) as (url, _):
             other = open_stream(url, max_tokens=300)
-            asked = {"prompt": ["abc", "fail"], "max_tokens": 4000, "stream": stream}
-            status, answer, _ = ask(url, COMPLETIONS, asked)
+            body = {"prompt": ["abc", "fail"], "max_tokens": 4000, "stream": stream}
+            status, answer, _ = ask(url, COMPLETIONS, body)
             if stream:
                 answer = json.loads(answer.split("\n\n")[-3].removeprefix("data: "))
             assert status == (200 if stream else 500)
@@ -274,11 +274,11 @@ class TestClients:
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_deadline_is_kept(self, serving, fake, ask, open_stream, stream):
         with serving(fake(step_s=0.005), max_request_s=60.0) as (url, _):
-            asked = {**LONG, "deadline_s": 0.2}
+            body = {**LONG, "deadline_s": 0.2}
             if stream:
-                error = json.loads(events(open_stream(url, **asked).getresponse())[-2])["error"]
+                error = json.loads(events(open_stream(url, **body).getresponse())[-2])["error"]
             else:
-                status, answer, _ = ask(url, COMPLETIONS, asked)
+                status, answer, _ = ask(url, COMPLETIONS, body)
                 error = answer["error"]
                 assert status == 408
             assert error["code"] == "deadline" and "not done within 0.2 s" in error["message"]

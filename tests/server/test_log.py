@@ -7,7 +7,7 @@ import pytest
 
 from onchip.server import command
 from onchip.server.app import Server, ServerOptions
-from onchip.server.run import BackgroundServer
+from onchip.server.process import BackgroundServer
 
 COMPLETIONS = "/v1/completions"
 KEY = "a-key-of-a-tenant"
@@ -19,13 +19,13 @@ def lines(caplog):
     """lines(): log lines of requests so far, at every level."""
     caplog.set_level(logging.DEBUG, "onchip.serve")
 
-    def said():
+    def messages():
         return [r.getMessage() for r in caplog.records if r.name == "onchip.serve"]
 
-    return said
+    return messages
 
 
-def test_a_request_is_one_line(shared, ask, lines, until):
+def test_a_request_is_one_log_line(shared, ask, lines, until):
     body = {"prompt": "abc", "max_tokens": 5, "n": 2}
     _, _, headers = ask(shared, COMPLETIONS, body, **{"x-request-id": "mine-1"})
     assert headers["x-request-id"] == "mine-1"
@@ -88,7 +88,7 @@ def test_a_failure_of_the_server_is_answered_and_logged_once(serving, fake, ask,
 
 def test_no_prompt_and_no_key_is_logged(fake, ask, caplog):
     caplog.set_level(logging.DEBUG)
-    from onchip.server.keys import Keyring
+    from onchip.server.api_keys import Keyring
 
     with BackgroundServer(Server(fake(), ServerOptions("fake"), Keyring([KEY]))) as url:
         bearer = {"authorization": f"Bearer {KEY}"}
@@ -106,7 +106,7 @@ def test_the_start_line_describes_the_model():
     from onchip.engine import LLM
 
     llm = LLM("tiny", num_pages=200, max_num_seqs=8, swap_space=0, device="cpu")
-    said = command.describe(llm.engine, "tiny")
+    sentence = command.describe(llm.engine, "tiny")
     llm.engine.close()
-    assert re.search(r"model=tiny device=cpu dtype=float32 kv_dtype=float32 pages=199 ", said)
-    assert re.search(r"page_tokens=16 max_model_len=2048 pages_mib=\d+", said)
+    assert re.search(r"model=tiny device=cpu dtype=float32 kv_dtype=float32 pages=199 ", sentence)
+    assert re.search(r"page_tokens=16 max_model_len=2048 pages_mib=\d+", sentence)

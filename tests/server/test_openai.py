@@ -39,11 +39,11 @@ class TestCompletions:
         assert client.completions.create(model="fake", prompt=prompt).choices[0].text[:2] == "ab"
 
     def test_a_stream_adds_up_to_the_whole_response(self, client):
-        asked = {"model": "fake", "prompt": "héllo", "max_tokens": 11, "n": 2}
-        whole = client.completions.create(**asked)
+        options = {"model": "fake", "prompt": "héllo", "max_tokens": 11, "n": 2}
+        whole = client.completions.create(**options)
         texts = {0: "", 1: ""}
         reasons = {}
-        for chunk in client.completions.create(**asked, stream=True):
+        for chunk in client.completions.create(**options, stream=True):
             (choice,) = chunk.choices
             texts[choice.index] += choice.text
             reasons.setdefault(choice.index, []).append(choice.finish_reason)
@@ -53,49 +53,49 @@ class TestCompletions:
             assert given[-1] == "length" and not any(given[:-1])
 
     def test_a_stream_ends_with_its_usage_if_requested(self, client):
-        asked = {"model": "fake", "prompt": "abc", "max_tokens": 5, "stream": True}
+        options = {"model": "fake", "prompt": "abc", "max_tokens": 5, "stream": True}
         _, chunks = text_of(
-            client.completions.create(**asked, stream_options={"include_usage": True})
+            client.completions.create(**options, stream_options={"include_usage": True})
         )
         assert not chunks[-1].choices and chunks[-1].usage.completion_tokens == 5
         assert all(c.usage is None for c in chunks[:-1])
 
     def test_a_stop_text_ends_it_and_is_not_shown(self, client):
-        asked = {"model": "fake", "prompt": "abcdef", "stop": ["de", "zz"], "max_tokens": 30}
-        done = client.completions.create(**asked)
+        options = {"model": "fake", "prompt": "abcdef", "stop": ["de", "zz"], "max_tokens": 30}
+        done = client.completions.create(**options)
         (choice,) = done.choices
         assert (choice.text, choice.finish_reason, choice.stop_reason) == ("abc", "stop", "de")
 
     def test_logprobs_come_as_lists(self, client):
-        asked = {"model": "fake", "prompt": "abc", "max_tokens": 2, "logprobs": 2}
-        given = client.completions.create(**asked).choices[0].logprobs
+        options = {"model": "fake", "prompt": "abc", "max_tokens": 2, "logprobs": 2}
+        given = client.completions.create(**options).choices[0].logprobs
         assert given.tokens == ["a", "b"] and given.token_logprobs == [-0.5, -0.5]
         assert given.top_logprobs == [{"a": -0.5, "b": -1.5}, {"b": -0.5, "c": -1.5}]
         assert given.text_offset == [0, 1]
 
     def test_streamed_logprobs_equal_the_whole_response(self, client):
-        asked = {"model": "fake", "prompt": "abc", "max_tokens": 9, "logprobs": 0, "echo": True}
-        whole = client.completions.create(**asked).choices[0].logprobs
+        options = {"model": "fake", "prompt": "abc", "max_tokens": 9, "logprobs": 0, "echo": True}
+        whole = client.completions.create(**options).choices[0].logprobs
         parts = [
             c.choices[0].logprobs
-            for c in client.completions.create(**asked, stream=True)
+            for c in client.completions.create(**options, stream=True)
             if c.choices[0].logprobs
         ]
         for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
             assert sum((getattr(p, name) for p in parts), []) == getattr(whole, name)
 
     def test_echo_puts_the_prompt_first(self, client):
-        asked = {"model": "fake", "prompt": ["abc", [120, 121]], "max_tokens": 2, "echo": True}
-        done = client.completions.create(**{**asked, "prompt": "abc"})
+        options = {"model": "fake", "prompt": ["abc", [120, 121]], "max_tokens": 2, "echo": True}
+        done = client.completions.create(**{**options, "prompt": "abc"})
         assert done.choices[0].text == "abcab"
         streamed, _ = text_of(
-            client.completions.create(**{**asked, "prompt": [120, 121]}, stream=True)
+            client.completions.create(**{**options, "prompt": [120, 121]}, stream=True)
         )
         assert streamed == "xyxy"
 
     def test_max_tokens_0_scores_the_prompt(self, client):
-        asked = {"model": "fake", "prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 0}
-        done = client.completions.create(**asked)
+        options = {"model": "fake", "prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 0}
+        done = client.completions.create(**options)
         (choice,) = done.choices
         assert choice.text == "abc" and choice.finish_reason == "length"
         assert choice.logprobs.token_logprobs == [None, -0.25, -0.25]
@@ -127,12 +127,12 @@ class TestChats:
 
     def test_parts_of_text_are_one_text(self, client):
         parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
-        asked = {
+        options = {
             "model": "fake",
             "max_tokens": 30,
             "messages": [{"role": "user", "content": parts}],
         }
-        done = client.chat.completions.create(**asked)
+        done = client.chat.completions.create(**options)
         assert done.choices[0].message.content.startswith("user: hello")
 
     def test_a_developer_is_the_system(self, client):
@@ -156,8 +156,8 @@ class TestChats:
 class TestEnds:
     def test_a_stream_that_is_closed_is_cancelled(self, client, shared_engine, until):
         shared_engine.step_s = 0.005
-        asked = {"model": "fake", "prompt": "abc", "max_tokens": 4000, "stream": True}
-        with client.completions.create(**asked) as stream:
+        options = {"model": "fake", "prompt": "abc", "max_tokens": 4000, "stream": True}
+        with client.completions.create(**options) as stream:
             next(iter(stream))
             assert shared_engine.requests
         until(lambda: not shared_engine.requests)

@@ -162,10 +162,10 @@ def test_a_request_that_does_not_stream_shows_its_tokens(browser, tiny):
     browser.go(f"{tiny}/")
     browser.until("now !== null && now.page_size !== null")
     assert browser.text("slots") == "16"
-    asked = {"prompt": "Let there be", "max_tokens": 400, "n": 2, "ignore_eos": True}
+    body = {"prompt": "Let there be", "max_tokens": 400, "n": 2, "ignore_eos": True}
     browser.run(
         "fetch('v1/completions', {method: 'POST', headers: {'content-type': 'application/json'},"
-        f" body: JSON.stringify({json.dumps(asked)})}}); 0"
+        f" body: JSON.stringify({json.dumps(body)})}}); 0"
     )
     made = "Number(document.querySelector('#holders tr')?.children[4].textContent)"
     browser.until(f"{made} > 1")

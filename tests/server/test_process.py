@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from onchip.server.app import Server, ServerOptions
-from onchip.server.run import BackgroundServer
+from onchip.server.process import BackgroundServer
 
 CLIENT = """
 import sys
@@ -84,7 +84,7 @@ def test_a_second_signal_does_not_wait(fake, ask, until):
 
 def test_a_connection_without_a_request_is_closed(shared, monkeypatch):
     """Neither silence nor single bytes keep it open."""
-    monkeypatch.setattr("onchip.server.run.HEADER_S", 0.3)
+    monkeypatch.setattr("onchip.server.process.HEADER_S", 0.3)
     host, port = shared.removeprefix("http://").split(":")
     for head in (
         b"",

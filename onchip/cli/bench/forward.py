@@ -116,11 +116,11 @@ def available(session: Session, makers: dict, sets, check: GpuAccuracyCheck) -> 
     """The candidates that can be built on this machine; the reason for each missing one is printed
     once.
     """
-    found = []
+    candidates = []
     for name, make in makers.items():
         layout = peers.heads_first if name == "flex" else (lambda x: x)
         try:
-            found.append(GpuCandidate(name, make(), sets, check, layout=layout))
+            candidates.append(GpuCandidate(name, make(), sets, check, layout=layout))
         except Exception as error:
             session.note(f"{name} is left out: {gpu.sentence(error)}")
-    return found
+    return candidates

@@ -462,9 +462,9 @@ def _check_and_capture(
     captures: dict[str, Capture] = {}
     for candidate in _all_candidates(specs):
         try:
-            found = candidate.check(candidate, candidate.ours)
+            candidate_errors = candidate.check(candidate, candidate.ours)
             if not candidate.ours:
-                _check_peer(found, errors[first.name])
+                _check_peer(candidate_errors, errors[first.name])
             capture = capture_calls(candidate, case.backward)
         except Exception as error:
             if candidate is first:
@@ -476,7 +476,7 @@ def _check_and_capture(
                 session.note(f"{candidate.label} is left out: {sentence(error)}", f" ({case})")
             continue
         if candidate.name not in captures or capture.ms < captures[candidate.name].ms:
-            errors[candidate.name], captures[candidate.name] = found, capture
+            errors[candidate.name], captures[candidate.name] = candidate_errors, capture
     return errors, captures
 
 
@@ -486,9 +486,9 @@ def _all_candidates(specs: Sequence[RowSpec]) -> list[GpuCandidate]:
     return list({id(candidate): candidate for candidate in listed}.values())
 
 
-def _check_peer(found: dict[str, float], ours: dict[str, float]) -> None:
-    if not found["normal"] <= PEER_LIMIT * ours["normal"]:
-        raise Inaccurate(f"its RMSE is {found['normal']:.3g}, ours {ours['normal']:.3g}")
+def _check_peer(theirs: dict[str, float], ours: dict[str, float]) -> None:
+    if not theirs["normal"] <= PEER_LIMIT * ours["normal"]:
+        raise Inaccurate(f"its RMSE is {theirs['normal']:.3g}, ours {ours['normal']:.3g}")
 
 
 def _row(

@@ -172,9 +172,9 @@ class Exact:
 class Session:
     """One run of a benchmark: its options, its rows, the refused rows and the callbacks.
 
-    - Callbacks: tell(title, done) moves the progress bar, keep(row) receives every row as soon as
-      it is measured, say(sentence) prints a remark, watch(start) returns the GPU's clocks since
-      `start`.
+    - Callbacks: report_progress(title, done) moves the progress bar, keep(row) receives every row
+      as soon as it is measured, say(sentence) prints a remark, watch(start) returns the GPU's
+      clocks since `start`.
     - Selection: seqlens and head_dims choose cells of a GPU benchmark, only chooses among its
       PARTS, kv_dtypes chooses 8-bit caches, precision chooses 8-bit operands.
     - flex adds FlexAttention as a peer, seconds is the duration of a load (0: the benchmark's
@@ -184,7 +184,7 @@ class Session:
 
     quick: bool = False
     threads: int = 2
-    tell: Callable[[str, float], None] = lambda title, done: None
+    report_progress: Callable[[str, float], None] = lambda title, done: None
     rows: list[Row] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     device: torch.device = torch.device("cpu")
@@ -206,7 +206,7 @@ class Session:
         """Run each step, which returns a row or several, or raises RowRefused."""
         steps = list(steps)
         for i, (title, step) in enumerate(steps):
-            self.tell(title, i / len(steps))
+            self.report_progress(title, i / len(steps))
             try:
                 measured = step()
             except RowRefused as error:

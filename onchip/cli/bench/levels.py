@@ -39,16 +39,18 @@ class LevelTiming(NamedTuple):
     latency_s: float
 
 
-def measure(device: torch.device, tell: Callable[[str, float], None]) -> list[LevelTiming]:
-    """Measure every level of a device; tell(title, done) moves a progress bar."""
+def measure(
+    device: torch.device, report_progress: Callable[[str, float], None]
+) -> list[LevelTiming]:
+    """Measure every level of a device; report_progress(title, done) moves a progress bar."""
     sweep = gpu_levels(device) if device.type == "cuda" else cpu_levels()
     total = len(GPU_SETS) if device.type == "cuda" else len(cpu_sets())
-    found = []
-    tell("reading", 0.0)
+    rows = []
+    report_progress("reading", 0.0)
     for row in sweep:
-        found.append(row)
-        tell(f"{row.set_bytes >> 10} KB", len(found) / total)
-    return found
+        rows.append(row)
+        report_progress(f"{row.set_bytes >> 10} KB", len(rows) / total)
+    return rows
 
 
 def cpu_sets() -> tuple[int, ...]:
@@ -73,13 +75,13 @@ def beyond(hop_s: float, own_s: float) -> float:
 
 def cache_sizes(folder: Path = CACHES) -> list[tuple[str, int]]:
     """(name, bytes) of the caches that hold data, the smallest first; none outside Linux."""
-    found = []
+    caches = []
     for cache in sorted(folder.glob("index*")):
         level, kind, size = ((cache / n).read_text().strip() for n in ("level", "type", "size"))
         if kind != "Instruction":
             unit = {"K": 1 << 10, "M": 1 << 20}[size[-1]]
-            found.append((f"L{level}", int(size[:-1]) * unit))
-    return sorted(found, key=lambda cache: cache[1])
+            caches.append((f"L{level}", int(size[:-1]) * unit))
+    return sorted(caches, key=lambda cache: cache[1])
 
 
 def read_bytes_s(set_bytes: int) -> float:

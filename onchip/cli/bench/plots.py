@@ -154,18 +154,18 @@ def _peaks(axes, rows: list[Row]) -> None:
 
 def curves(rows: list[Row]):
     """Loss curves one over the other, and below how far from the first of SDPA's they are."""
-    found = [row["curves"] for row in rows if row["bench"] == "train curves"]
-    if not found:
+    loss_curves = [row["curves"] for row in rows if row["bench"] == "train curves"]
+    if not loss_curves:
         raise ValueError("there are no loss curves in these results: --only must name curves")
     figure = _paper(7, 4.6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    base = list(found[-1])[1]
-    for name, curve in reversed(found[-1].items()):
+    base = list(loss_curves[-1])[1]
+    for name, curve in reversed(loss_curves[-1].items()):
         label, color = PEERS.get(name, ("onchip", OURS["color"]))
         style = {"color": color, "linewidth": 1.0, "label": label}
         above.plot(curve, **style)
         if name != base:
-            pairs = zip(curve, found[-1][base], strict=True)
+            pairs = zip(curve, loss_curves[-1][base], strict=True)
             below.semilogy([abs(x - y) / y for x, y in pairs], **style)
     above.set_ylabel("loss, nats")
     above.legend(frameon=False)

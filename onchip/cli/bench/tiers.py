@@ -36,16 +36,16 @@ def prefix(session: Session, num_tokens: int = PROMPT) -> list[Row]:
     spec = Spec(1, 1, 8, dtype=torch.float32)  # what a page holds does not matter to the index
     num_pages = 2 * -(-num_tokens // spec.page_size) + 1
     prompt = torch.randint(0, 1 << 17, (num_tokens,)).tolist()
-    publish, hits, found = [], [], 0
+    publish, hits, num_shared = [], [], 0
     for _ in range(_rounds(session)):
         cache = KVCache(spec, num_pages)
         publish.append(seconds(lambda cache=cache: _publish(cache, prompt), session.device))
         hits.append(seconds(lambda cache=cache: cache.open(prompt), session.device))
-        found = cache.prefix.stats.shared_tokens + cache.prefix.stats.copied_tokens
-    if found != num_tokens - 1:
-        raise Inaccurate(f"{found} of {num_tokens} tokens were found again")
+        num_shared = cache.prefix.stats.shared_tokens + cache.prefix.stats.copied_tokens
+    if num_shared != num_tokens - 1:
+        raise Inaccurate(f"{num_shared} of {num_tokens} tokens were found again")
     case = Case("prefix hit", "pages of 16", None, 0, num_tokens, num_heads=0, way="host")
-    named = {"prefix hit": (hits, found), "prefix publish": (publish, None)}
+    named = {"prefix hit": (hits, num_shared), "prefix publish": (publish, None)}
     return [_prefix_row(case, name, *measured) for name, measured in named.items()]
 
 
@@ -56,10 +56,10 @@ def _publish(cache: KVCache, prompt: list[int]) -> None:
     cache.free(sequence)
 
 
-def _prefix_row(case: Case, name: str, times: list[float], found: int | None) -> Row:
+def _prefix_row(case: Case, name: str, times: list[float], num_shared: int | None) -> Row:
     ms = 1e3 * min(times)
     row = case.row("host", ms, "ms") | {"bench": name, "doubts": [], "page_size": 16}
-    return row | {"saved_tokens": found, "token_ns": ms * 1e6 / case.seqlen}
+    return row | {"saved_tokens": num_shared, "token_ns": ms * 1e6 / case.seqlen}
 
 
 class Swapper:

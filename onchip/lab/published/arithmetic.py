@@ -40,7 +40,7 @@ class Arithmetic(NamedTuple):
     def exp(self, x: Tile) -> Tile:
         return x.exp() if self.degree is None else exp2(x * math.log2(math.e), self.degree)
 
-    def moved(self, m: Tile, m_new: Tile) -> Tile:
+    def choose_maximum(self, m: Tile, m_new: Tile) -> Tile:
         """The maximum to subtract from now on. A stale maximum makes p and l too large by a factor
         of at most 2^threshold, which the division by l removes.
         """
@@ -49,7 +49,7 @@ class Arithmetic(NamedTuple):
         far = m_new.x - m.x > self.threshold_log2 * math.log(2)  # NaN, both -inf: not far
         return m_new.select(lambda x: torch.where(far, x, m.x))
 
-    def rescaled(self, acc: Tile, alpha: Tile) -> Tile:
+    def rescale(self, acc: Tile, alpha: Tile) -> Tile:
         """acc * alpha; with stale maxima only rows with alpha != 1 are counted."""
         if self.threshold_log2 is None:
             acc.book.rescales += alpha.x.numel()
@@ -69,11 +69,11 @@ def exp2(x: Tile, degree: int) -> Tile:
     per number, and no exp.
     """
     coefficients = POLYNOMIALS[degree]
-    x = x.counted(x.x.clamp(min=-127.0))
-    whole = x.counted(x.x.floor())
+    x = x.count(x.x.clamp(min=-127.0))
+    whole = x.count(x.x.floor())
     f = x - whole
     p = f * coefficients[-1] + coefficients[-2]
     for c in coefficients[-3::-1]:
         p = p * f + c
-    exponent = whole.counted(whole.x.to(torch.int32) << 23)
-    return p.counted((p.x.view(torch.int32) + exponent.x).view(torch.float32))
+    exponent = whole.count(whole.x.to(torch.int32) << 23)
+    return p.count((p.x.view(torch.int32) + exponent.x).view(torch.float32))

@@ -53,16 +53,16 @@ class PaperCall:
 
     def take_queries(self, name: str, t: Tensor) -> Array:
         """q, out, dout or dq of this head slice."""
-        return self._array(name, self._grouped(self.head_slice.take_queries(t).transpose(1, 2)))
+        return self._array(name, self._group_heads(self.head_slice.take_queries(t).transpose(1, 2)))
 
     def take_rows(self, name: str, t: Tensor) -> Array:
         """lse or another number per row, as one column."""
-        return self._array(name, self._grouped(self.head_slice.take_rows(t))[..., None])
+        return self._array(name, self._group_heads(self.head_slice.take_rows(t))[..., None])
 
     def of_query_heads(self, name: str, t: Tensor) -> Array:
         """dk or dv with one per query head, (batch, seqlen_k, num_heads, dim)."""
         at = self.head_slice._replace(rows=self.head_slice.keys)
-        return self._array(name, self._grouped(at.take_queries(t).transpose(1, 2)))
+        return self._array(name, self._group_heads(at.take_queries(t).transpose(1, 2)))
 
     def new(self, name: str, columns: int, dtype: torch.dtype) -> Array:
         """An uninitialised array of one row per query."""
@@ -74,14 +74,14 @@ class PaperCall:
     def key_tiles(self, tiles: TileConfig) -> list[Span]:
         return cuts(self.rule.seqlen_k, tiles.tile_n, self.rule.mask is not None)
 
-    def seen(self, rows: list[Span], skips: bool) -> list[list[Span]]:
+    def visited_spans(self, rows: list[Span], skips: bool) -> list[list[Span]]:
         """For every tile of rows, the ranges of keys to visit. EMPTY blocks of a mask are always
         left out, and with `skips` also tiles that causal and window hide completely.
         """
         rule = self.rule if skips else self.rule._replace(causal=False, window_size=(None, None))
         return [rule.spans(*tile) for tile in rows]
 
-    def masked(self, s: Tile, rows: Span, keys: Span) -> Tile:
+    def mask_scores(self, s: Tile, rows: Span, keys: Span) -> Tile:
         """s with -inf where hidden."""
         self._read_bits(rows, keys)
         visible = self.rule.tile(*rows, *keys, s.x.device)
@@ -109,7 +109,7 @@ class PaperCall:
     def _array(self, name: str, t: Tensor) -> Array:
         return Array(self.book, name, t, self.wide)
 
-    def _grouped(self, t: Tensor) -> Tensor:
+    def _group_heads(self, t: Tensor) -> Tensor:
         return t.unflatten(1, (self.kv_heads, -1))
 
     def _read_bits(self, rows: Span, keys: Span) -> None:

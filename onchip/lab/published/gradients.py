@@ -39,7 +39,7 @@ class Gradients:
             call.of_query_heads("dv", self.sum_v),
         )
 
-    def finished(self) -> Grads:
+    def finish(self) -> Grads:
         if self.sum_q is not self.dq:
             self._pass("dq.convert", self.sum_q, self.dq, lambda t: t)
         if self.sum_k is not self.dk:

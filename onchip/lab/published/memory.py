@@ -28,26 +28,26 @@ class Tile:
         return Tile(y, self.book)
 
     def __add__(self, other: Number) -> "Tile":
-        return self.counted(self.x + _value(other))
+        return self.count(self.x + _value(other))
 
     def __sub__(self, other: Number) -> "Tile":
-        return self.counted(self.x - _value(other))
+        return self.count(self.x - _value(other))
 
     def __mul__(self, other: Number) -> "Tile":
-        return self.counted(self.x * _value(other))
+        return self.count(self.x * _value(other))
 
     def __truediv__(self, other: Number) -> "Tile":
-        return self.counted(self.x / _value(other))
+        return self.count(self.x / _value(other))
 
     def exp(self) -> "Tile":
         self.book.exps += self.x.numel()
         return Tile(self.x.exp(), self.book)
 
     def log(self) -> "Tile":
-        return self.counted(self.x.log())
+        return self.count(self.x.log())
 
     def maximum(self, other: "Tile") -> "Tile":
-        return self.counted(torch.maximum(self.x, other.x))
+        return self.count(torch.maximum(self.x, other.x))
 
     def rowmax(self) -> "Tile":
         self.book.other_ops += self.x.numel()
@@ -59,11 +59,11 @@ class Tile:
 
     def below(self, m: "Tile") -> "Tile":
         """self - m, with m = -inf (a row that saw no key) replaced by 0: no NaN."""
-        return self.counted(self.x - m.x.masked_fill(m.x == -torch.inf, 0.0))
+        return self.count(self.x - m.x.masked_fill(m.x == -torch.inf, 0.0))
 
     def over(self, l: "Tile") -> "Tile":
         """self / l, with 0 / 0 = 0 for rows that saw no key."""
-        return self.counted(self.x / l.x.masked_fill(l.x == 0, 1.0))
+        return self.count(self.x / l.x.masked_fill(l.x == 0, 1.0))
 
     def select(self, choose: Callable[[Tensor], Tensor]) -> "Tile":
         """Masking and dropout."""
@@ -73,7 +73,7 @@ class Tile:
     def T(self) -> "Tile":
         return Tile(self.x.mT, self.book)
 
-    def counted(self, y: Tensor) -> "Tile":
+    def count(self, y: Tensor) -> "Tile":
         """y, counted as one operation per number."""
         self.book.other_ops += y.numel()
         return Tile(y, self.book)

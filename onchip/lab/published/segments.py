@@ -30,7 +30,7 @@ def split_kv(problem: Problem, x: Tensors, num_splits: int) -> Result:
         rule = head_slice.visibility
         rows = 0, rule.seqlen_q
         parts = []
-        for keys in shares(rule.seqlen_k, num_splits):
+        for keys in even_parts(rule.seqlen_k, num_splits):
             call = PaperCall(problem, x, _segment(head_slice, rows, keys), book)
             parts.append(_attend(call, ("o.parts", "lse.parts")))
         whole = PaperCall(problem, x, head_slice, book)
@@ -107,15 +107,15 @@ def ring(problem: Problem, x: Tensors, num_ranks: int) -> Result:
     book, result = current(), results(problem, x)
     for head_slice in head_slices(problem, x):
         rule = head_slice.visibility
-        chunks = shares(rule.seqlen_k, num_ranks)
-        for rank, rows in enumerate(shares(rule.seqlen_q, num_ranks)):
+        chunks = even_parts(rule.seqlen_k, num_ranks)
+        for rank, rows in enumerate(even_parts(rule.seqlen_q, num_ranks)):
             state = None
             for keys in (chunks[(rank - n) % num_ranks] for n in range(num_ranks)):
                 call = PaperCall(problem, x, _segment(head_slice, rows, keys), book)
                 if keys != chunks[rank]:
                     _receive(call)
                 if call.rule.spans(0, call.rule.seqlen_q):
-                    state = _merged(call, state)
+                    state = _merge_states(call, state)
             _finish(
                 PaperCall(problem, x, _segment(head_slice, rows, chunks[rank]), book), state, result
             )
@@ -137,7 +137,7 @@ def merge(parts: list[Part], whole: Part, rows: list[Span]) -> None:
         lse.store(m + l.log(), i)
 
 
-def shares(length: int, num: int) -> list[Span]:
+def even_parts(length: int, num: int) -> list[Span]:
     """A range in `num` parts, as even as possible."""
     bounds = [length * i // num for i in range(num + 1)]
     return list(pairwise(bounds))
@@ -168,7 +168,7 @@ def _receive(call: PaperCall) -> None:
         arrived.store(tile, everything)
 
 
-def _merged(call: PaperCall, state: Part | None) -> Part:
+def _merge_states(call: PaperCall, state: Part | None) -> Part:
     if state is None:
         return _attend(call, ("o.state", "lse.state"))
     part = _attend(call, ("o.parts", "lse.parts"))

@@ -50,7 +50,7 @@ def softmax(call: PaperCall, S: Array, P: Array, lse: Array, i: Span) -> None:
     """Rows i of P = softmax(S): one load if a row fits on the chip, else online in two passes."""
     tiles = cuts(S.shape[-1], sram_of(call), False)
     if len(tiles) == 1:
-        s = call.masked(S.load(i, tiles[0]), i, tiles[0])
+        s = call.mask_scores(S.load(i, tiles[0]), i, tiles[0])
         m = s.rowmax()
         p = s.below(m).exp()
         l = p.rowsum()
@@ -58,14 +58,14 @@ def softmax(call: PaperCall, S: Array, P: Array, lse: Array, i: Span) -> None:
     else:
         m, l = online(call, S, lse, i, tiles)
         for j in tiles:
-            P.store(call.masked(S.load(i, j), i, j).below(m).exp().over(l), i, j)
+            P.store(call.mask_scores(S.load(i, j), i, j).below(m).exp().over(l), i, j)
     lse.store(m + l.log(), i)
 
 
 def online(call: PaperCall, S: Array, lse: Array, i: Span, tiles: list[Span]) -> tuple[Tile, Tile]:
     m, l = lse.zeros(i).select(lambda x: x - torch.inf), lse.zeros(i)
     for j in tiles:
-        s = call.masked(S.load(i, j), i, j)
+        s = call.mask_scores(S.load(i, j), i, j)
         m_new = m.maximum(s.rowmax())
         l = l * m.below(m_new).exp() + s.below(m_new).exp().rowsum()
         m = m_new
@@ -84,7 +84,7 @@ def backward(
             D = _delta(call, out, dout, dlse)
         P = _rewritten(call, lse) if saved is None else Array(book, "p", saved[1 + n], call.wide)
         standard_backward(call, P, do, D, grads.of(call))
-    return grads.finished()
+    return grads.finish()
 
 
 def standard_backward(
@@ -147,7 +147,7 @@ def _rewritten(call: PaperCall, lse: Tensor) -> Array:
     tau = call.problem.softmax_scale
 
     def to_p(s: Tile, i: Span, j: Span) -> Tile:
-        return (call.masked(s * tau, i, j) - rows.load(i)).exp()
+        return (call.mask_scores(s * tau, i, j) - rows.load(i)).exp()
 
     product(q, k.T, P, sram_of(call), of_c=to_p)
     return Array(call.book, "p", P.data, call.wide)

@@ -44,10 +44,10 @@ def flash_attention(call: PaperCall, O: Array, l: Array, m: Array, tiles: TileCo
     """Algorithms 1 and 5. O, l and m in HBM are the running state, O divided by l."""
     O.fill(0.0), l.fill(0.0), m.fill(-torch.inf)
     rows = call.row_tiles(tiles)
-    seen = call.seen(rows, skips=False)
+    spans_by_row = call.visited_spans(rows, skips=False)
     for j in call.key_tiles(tiles):
         k_j, v_j = call.k.load(j), call.v.load(j)
-        for i, spans in zip(rows, seen, strict=True):
+        for i, spans in zip(rows, spans_by_row, strict=True):
             if overlaps(j, spans):
                 visit(call, (O, l, m), (k_j, v_j), i, j)
 
@@ -59,7 +59,7 @@ def visit(
     O, l, m = state
     k_j, v_j = kv
     q_i, o_i, l_i, m_i = (x.load(i) for x in (call.q, O, l, m))
-    s = call.masked(q_i @ k_j.T * call.problem.softmax_scale, i, j)
+    s = call.mask_scores(q_i @ k_j.T * call.problem.softmax_scale, i, j)
     m_ij = s.rowmax()
     p = s.below(m_ij).exp()
     l_ij = p.rowsum()
@@ -89,7 +89,7 @@ def backward(
         if dlse is not None:
             saved["dlse"] = call.take_rows("dlse", dlse)
         flash_attention_backward(call, saved, grads.of(call), tiles)
-    return grads.finished()
+    return grads.finish()
 
 
 def flash_attention_backward(
@@ -100,11 +100,11 @@ def flash_attention_backward(
     """
     dQ, dK, dV = (x.fill(0.0) for x in grads)
     rows = call.row_tiles(tiles)
-    seen = call.seen(rows, skips=False)
+    spans_by_row = call.visited_spans(rows, skips=False)
     for j in call.key_tiles(tiles):
         kv = call.k.load(j), call.v.load(j)
         dkv = dK.zeros(j), dV.zeros(j)
-        for i, spans in zip(rows, seen, strict=True):
+        for i, spans in zip(rows, spans_by_row, strict=True):
             if overlaps(j, spans):
                 dkv = visit_backward(call, saved, kv, dkv, dQ, (i, j))
         dK.store(dkv[0], j), dV.store(dkv[1], j)
@@ -124,7 +124,7 @@ def visit_backward(
         x.load(i) for x in (call.q, saved["o"], saved["do"], dQ, saved["l"], saved["m"])
     )
     tau = call.problem.softmax_scale
-    s = call.masked(q_i @ k_j.T * tau, i, j)
+    s = call.mask_scores(q_i @ k_j.T * tau, i, j)
     p = (s - m_i).exp() / l_i
     dv_j = accumulate(dv_j, call.apply_dropout(p, i, j).T, do_i)
     dp = call.apply_dropout(do_i @ v_j.T, i, j)

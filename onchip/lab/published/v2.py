@@ -47,7 +47,7 @@ def flash_attention_2(
     """Algorithm 1."""
     rows = call.row_tiles(tiles)
     keys = call.key_tiles(tiles)
-    for i, spans in zip(rows, call.seen(rows, skips=True), strict=True):
+    for i, spans in zip(rows, call.visited_spans(rows, skips=True), strict=True):
         q_i = call.q.load(i)
         m, l, acc = lse.zeros(i), lse.zeros(i), out.zeros(i)
         m = m.select(lambda x: x - torch.inf)
@@ -64,12 +64,12 @@ def visit(
     """Lines 7 to 10 of Algorithm 1."""
     (i, j), (m, l, acc) = at, state
     k_j, v_j = call.k.load(j), call.v.load(j)
-    s = call.masked(q_i @ k_j.T * call.problem.softmax_scale, i, j)
-    m_new = arithmetic.moved(m, m.maximum(s.rowmax()))
+    s = call.mask_scores(q_i @ k_j.T * call.problem.softmax_scale, i, j)
+    m_new = arithmetic.choose_maximum(m, m.maximum(s.rowmax()))
     p = arithmetic.exp(s.below(m_new))
     alpha = arithmetic.exp(m.below(m_new))
     l = alpha * l + p.rowsum()
-    acc = accumulate(arithmetic.rescaled(acc, alpha), call.apply_dropout(p, i, j), v_j)
+    acc = accumulate(arithmetic.rescale(acc, alpha), call.apply_dropout(p, i, j), v_j)
     call.report_visit(arithmetic.kernel, i, j, s, (m_new, l, acc))
     return m_new, l, acc
 
@@ -97,7 +97,7 @@ def attend_backward(
         row_products(o, do, D, call.row_tiles(tiles), dlse_rows)
         saved = {"do": do, "lse": call.take_rows("lse", safe), "delta": D}
         flash_attention_2_backward(call, saved, grads.of(call), tiles, arithmetic)
-    return grads.finished()
+    return grads.finish()
 
 
 def row_products(o: Array, do: Array, D: Array, rows: list[Span], dlse: Array | None) -> None:
@@ -118,11 +118,11 @@ def flash_attention_2_backward(
     dQ, dK, dV = grads
     dQ.fill(0.0)
     rows = call.row_tiles(tiles)
-    seen = call.seen(rows, skips=True)
+    spans_by_row = call.visited_spans(rows, skips=True)
     for j in call.key_tiles(tiles):
         kv = call.k.load(j), call.v.load(j)
         dkv = dK.zeros(j), dV.zeros(j)
-        for i, spans in zip(rows, seen, strict=True):
+        for i, spans in zip(rows, spans_by_row, strict=True):
             if overlaps(j, spans):
                 dkv = visit_backward(call, saved, kv, dkv, dQ, (i, j), arithmetic)
         dK.store(dkv[0], j), dV.store(dkv[1], j)
@@ -143,7 +143,7 @@ def visit_backward(
     (i, j), (k_j, v_j), (dk_j, dv_j) = at, kv, dkv
     q_i, do_i, lse_i, d_i = (x.load(i) for x in (call.q, saved["do"], saved["lse"], saved["delta"]))
     tau = call.problem.softmax_scale
-    p = arithmetic.exp(call.masked(q_i @ k_j.T * tau, i, j) - lse_i)
+    p = arithmetic.exp(call.mask_scores(q_i @ k_j.T * tau, i, j) - lse_i)
     dv_j = accumulate(dv_j, call.apply_dropout(p, i, j).T, do_i)
     dp = call.apply_dropout(do_i @ v_j.T, i, j)
     ds = p * (dp - d_i) * tau

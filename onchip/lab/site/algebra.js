@@ -30,7 +30,7 @@ lab.figures.algebra = (panel, data) => {
   const share = lab.h("div", { class: "share", role: "img" });
   const cells = { a: card("side-a", "first keys"), b: card("side-b", "the others"), both: card("both", "merged: all keys") };
   const plain = lab.h("p", { class: "say note", role: "status" });
-  const slider = lab.slider("algebra-cut", "cut the keys after", { max: count, value: cut }, (x) => { cut = x; draw(); });
+  const slider = lab.slider("algebra-cut", "split the keys after", { max: count, value: cut }, (x) => { cut = x; draw(); });
   const restore = () => { data.scores.forEach((s, j) => { scores[j] = s; }); draw(); };
   const again = lab.h("button", { type: "button", class: "act", onclick: restore }, "as recorded");
   const op = (text) => lab.h("span", { class: "op", "aria-hidden": "true" }, text);
@@ -62,7 +62,7 @@ lab.figures.algebra = (panel, data) => {
       const box = svg.getBoundingClientRect(), s = HIGH - ((event.clientY - box.top - TOP) / (FLOOR - TOP)) * (HIGH - LOW);
       put(j, s < LOW - 0.4 ? -Infinity : lab.clamp(Math.round(s * 10) / 10, LOW, HIGH));
     };
-    // Parts of a drawing cannot have a touch-action of their own: a finger on a knob does not scroll.
+    // Elements of an svg have no touch-action: without this, dragging a knob by touch would scroll the page.
     group.addEventListener("touchstart", (event) => event.preventDefault(), { passive: false });
     group.addEventListener("pointerdown", (event) => { group.setPointerCapture(event.pointerId); at(event); });
     group.addEventListener("pointermove", (event) => { if (group.hasPointerCapture(event.pointerId)) at(event); });
@@ -82,7 +82,7 @@ lab.figures.algebra = (panel, data) => {
     draw();
   }
 
-  // Once for each width: a bar that left the page for a moment would lose the finger that drags it.
+  // Built once for each width: replacing a bar would end the drag on it.
   function layout(width) {
     step = width / count;
     svg.replaceChildren(lab.s("line", { class: "axis", x1: 0, x2: width, y1: y(0), y2: y(0) }), line, ...bars.map((b) => b.group));
@@ -111,7 +111,7 @@ lab.figures.algebra = (panel, data) => {
     });
   }
 
-  function tell(card, state, factor) {
+  function showState(card, state, factor) {
     const { out, lse } = lab.state.finalize(state), pair = (x) => x.map((one) => lab.number(one)).join(" ");
     const texts = { m: lab.number(state.m, 1), l: lab.number(state.l), acc: pair(state.acc), out: pair(out), lse: lab.number(lse) };
     texts["scaled by"] = lab.number(factor);
@@ -140,9 +140,9 @@ lab.figures.algebra = (panel, data) => {
     const part = (from, to) => lab.state.lift(scores.slice(from, to), values.slice(from, to));
     const first = part(0, cut), rest = part(cut, count);
     const both = lab.state.merge(first, rest);
-    tell(cells.a, first, both.wa);
-    tell(cells.b, rest, both.wb);
-    tell(cells.both, both);
+    showState(cells.a, first, both.wa);
+    showState(cells.b, rest, both.wb);
+    showState(cells.both, both);
     weights(both);
     warn();
     if (step) place();

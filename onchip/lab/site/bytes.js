@@ -1,5 +1,6 @@
 "use strict";
-// A race at one bandwidth: what standard attention, FlashAttention and FlashAttention-2 move between HBM and the chip.
+// A race at one bandwidth: the bytes that standard attention, FlashAttention and FlashAttention-2 move between HBM and
+// the chip.
 
 lab.figures.bytes = (panel, data) => {
   const FRAMES = 360, INKS = ["--a", "--b", "--a-soft", "--b-soft", "--ink", "--on", "--faint"];
@@ -34,7 +35,7 @@ lab.figures.bytes = (panel, data) => {
     return { name, canvas, amount, all, note, parts, box };
   }
 
-  // After so many bytes: which phase it is, and how much was read and written.
+  // The phase after so many bytes, and the bytes read and written.
   function progress(name, moved) {
     let left = moved, read = 0, write = 0, phase = null;
     for (phase of run(name).phases) {
@@ -76,7 +77,7 @@ lab.figures.bytes = (panel, data) => {
     }));
   }
 
-  // The chip above, HBM below, and drops between them: up what is read, down what is written. The bar in HBM grows with
+  // The chip above, HBM below, and drops between them: upwards for reads, downwards for writes. The bar in HBM grows with
   // the bytes, on one scale for all.
   function stream(one, { read, write, phase }, share, done, ink) {
     const { canvas } = one, scale = devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
@@ -103,7 +104,7 @@ lab.figures.bytes = (panel, data) => {
     canvas.setAttribute("aria-label", `${data.titles[one.name]}: ${lab.bytes(read)} read, ${lab.bytes(write)} written`);
   }
 
-  // Places are a low-discrepancy sequence: even, without a pattern.
+  // Positions are a low-discrepancy sequence: even, without a pattern.
   function drops(brush, phase, share, { middle, chip, wide, top, bottom }, ink) {
     const DROPS = 44, rising = Math.round((DROPS * phase.read) / (phase.read + phase.write));
     for (let n = 0; n < DROPS; n++) {
@@ -135,6 +136,6 @@ lab.figures.bytes = (panel, data) => {
   table();
   lab.redraw.push(draw);
   new ResizeObserver(draw).observe(panel);
-  player.go(Math.round((0.6 * FRAMES * total("v2")) / most()));  // while all three are under way
+  player.go(Math.round((0.6 * FRAMES * total("v2")) / most()));  // before any of the three is done
   return { player, total, progress, get length() { return length; } };
 };

@@ -1,10 +1,10 @@
 "use strict";
-// What the figures share: elements, numbers as text, controls, a player. No library; one global name
-// beside `theme`.
+// Shared by the figures: elements, numbers as text, controls, a player. No library; `lab` and `theme` are the only
+// global names.
 
 const lab = {
   data: JSON.parse(document.getElementById("data").textContent),
-  figures: {},  // name -> (panel, data) => anything a test or another figure may ask
+  figures: {},  // name -> (panel, data) => functions for tests and other figures
   redraw: [],   // called when the theme changes
   still: matchMedia("(prefers-reduced-motion: reduce)"),
 };
@@ -68,19 +68,19 @@ lab.choice = (name, label, options, value, onChange) => {
   return field;
 };
 
-// A range with its value as text beside its label; show: how a value reads.
+// A range, with its value as text after its label. show(value): that text.
 lab.slider = (id, label, { min = 0, max, step = 1, value, show = String }, onInput) => {
   const output = lab.h("output", { for: id, id: `${id}-value` });
   const input = lab.h("input", { id, type: "range", min, max, step, value });
-  const tell = () => {
+  const updateLabel = () => {
     const text = show(Number(input.value));
     output.textContent = text;
     input.setAttribute("aria-valuetext", text);
   };
-  input.addEventListener("input", () => { tell(); onInput(Number(input.value)); });
-  tell();
+  input.addEventListener("input", () => { updateLabel(); onInput(Number(input.value)); });
+  updateLabel();
   const box = lab.h("div", { class: "slider" }, lab.h("label", { for: id }, label, " ", output), input);
-  return Object.assign(box, { input, put: (x) => { input.value = x; tell(); } });
+  return Object.assign(box, { input, put: (x) => { input.value = x; updateLabel(); } });
 };
 
 // Play, step and scrub over frames 0 to count - 1. show(frame) draws one; pace: frames a second.
@@ -133,17 +133,17 @@ lab.player = (id, count, show, { pace = 4, label = "Step", text = (i) => `${i + 
   };
 };
 
-// Numbers with names, kept by name so that they can be told anew.
+// Named numbers that can be updated by name.
 lab.facts = (entries) => {
   const values = {}, list = lab.h("dl", { class: "facts" });
   for (const [name, label, kind = ""] of entries) {
     values[name] = lab.h("dd", { "data-fact": name, class: kind });
     list.append(lab.h("div", {}, lab.h("dt", {}, label), values[name]));
   }
-  return Object.assign(list, { tell: (name, text) => { values[name].textContent = text; } });
+  return Object.assign(list, { update: (name, text) => { values[name].textContent = text; } });
 };
 
-// An svg in the pixels of the screen: draw(width) is called at first, and when its width has changed.
+// An svg in screen pixels: draw(width) is called once at the start, and again when the width changes.
 lab.sized = (svg, height, draw) => {
   let width = 0;
   const tall = typeof height === "function" ? height : () => height;

@@ -24,12 +24,12 @@ lab.figures.length = (panel, data) => {
     lab.h("div", { class: "controls" }, choice("d", "head_dim", data.head_dims), choice("dtype", "numbers", data.dtypes),
       choice("device", "device", data.devices.map((one) => one.name.replace("NVIDIA ", "")))),
     facts,
-    lab.h("div", { class: "charts" }, chart("memory beside the inputs", memory), chart("least time", time)),
+    lab.h("div", { class: "charts" }, chart("memory without the inputs", memory), chart("least time", time)),
     say,
     lab.h("ul", { class: "legend" }, key("of-b", "standard"), key("of-a", "flash"), key("of-c", "flash as measured on an H200")));
-  lab.at("length-note").textContent = "Forward, no mask. Bytes and operations are those of onchip.lab.traffic, each tensor "
-    + "moved as rarely as its algorithm allows; the least time is that of the slowest unit, if all others "
-    + "hide behind it (onchip.cost.roofline). Measured: onchip's kernel in bf16, with as many heads as fill the GPU.";
+  lab.at("length-note").textContent = "Forward, no mask. Bytes and operations are those of onchip.lab.traffic, with each tensor "
+    + "moved as rarely as its algorithm allows. The least time is that of the slowest unit, if all others "
+    + "overlap with it (onchip.cost.roofline). Measured: onchip's kernel in bf16, with as many heads as fill the GPU.";
 
   // {memory, seconds, binds} of a kind at a length: the rule of roofline.bound.
   function cell(kind, n = chosen.n) {
@@ -44,7 +44,7 @@ lab.figures.length = (panel, data) => {
     return { memory: heads * extra, seconds: alone[binds], binds };
   }
 
-  // [place of a length, seconds] where our kernel was measured.
+  // [position of a length, seconds] of onchip's kernel as measured.
   function measured() {
     const { dtype, d } = chosen, { measured: known } = data, rates = known.tflops[data.head_dims[d]];
     if (device().name !== known.device || data.dtypes[dtype] !== known.dtype || !rates) return [];
@@ -57,8 +57,8 @@ lab.figures.length = (panel, data) => {
   function draw() {
     const standard = cell("standard"), flash = cell("flash");
     for (const [kind, now] of [["standard", standard], ["flash", flash]]) {
-      facts.tell(`${kind}-memory`, lab.bytes(now.memory));
-      facts.tell(`${kind}-time`, lab.seconds(now.seconds));
+      facts.update(`${kind}-memory`, lab.bytes(now.memory));
+      facts.update(`${kind}-time`, lab.seconds(now.seconds));
     }
     const fits = standard.memory <= device().memory_bytes ? "" : ` and does not fit into its ${lab.bytes(device().memory_bytes)}`;
     say.textContent = `At ${lab.tokens(data.lengths[chosen.n])} tokens on an ${device().name}, standard attention waits for `
@@ -66,7 +66,7 @@ lab.figures.length = (panel, data) => {
     renders.forEach((render) => render());
   }
 
-  // Both axes are logarithms; value(kind, n) is drawn, limit is a line that nothing may cross.
+  // Both axes are logarithms; value(kind, n) is drawn, limit is drawn as a horizontal line.
   function plot(svg, width, value, format, { limit, dots = [] } = {}) {
     const all = KINDS.flatMap(([kind]) => data.lengths.map((_, n) => value(kind, n))).concat(limit ?? []);
     const low = Math.floor(Math.log10(Math.min(...all))), high = Math.ceil(Math.log10(Math.max(...all)));

@@ -1,40 +1,40 @@
 "use strict";
-// The playground: operations go to the Python pool where a server is behind the page, else to its twin.
+// The playground. Operations go to the Python pool if a server answers, otherwise to pool.js.
 
 lab.figures.pages = (panel, rules) => {
   const live = document.documentElement.dataset.behind === "live";
-  const twin = live ? null : new lab.twin.Playground(rules);
+  const local = live ? null : new lab.localPool.Playground(rules);
   const PROMPTS = rules.prompts, STORY_MS = 1500, FLIGHT_MS = 550;
   const ACTS = { generate: "draw", fork: "fork", beam: "beam", truncate: "undo", free: "free" };
-  let state = null, telling = 0, busy = Promise.resolve();
+  let state = null, timer = 0, busy = Promise.resolve();
   const colour = (name) => lab.distinct(name.charCodeAt(0) - 65 + 7 * Number(name.slice(1) || 0));
-  const ask = (operation) => { hush(); return play(operation); };
+  const ask = (operation) => { stopStory(); return play(operation); };
 
   const input = lab.h("input", { id: "pages-text", type: "text", value: PROMPTS[1], maxlength: 400, autocomplete: "off",
     spellcheck: "false", "aria-label": "Prompt: words of a new sequence" });
   const form = lab.h("form", { class: "ask", onsubmit: (event) => { event.preventDefault(); add(); } },
     input, lab.h("button", { class: "act main", id: "pages-add" }, "Add"));
   const act = (id, text, onclick) => lab.h("button", { type: "button", class: "act", id, onclick }, text);
-  const story = act("pages-story", "Show me", () => (telling ? hush() : tell()));
+  const story = act("pages-story", "Show me", () => (timer ? stopStory() : playStory()));
   const cells = Array.from({ length: rules.num_pages - 1 }, (_, i) => cell(i + 1));
   const pool = lab.h("ul", { class: "pool", "aria-label": "Pages of the pool" }, cells.map((one) => one.element));
   const tables = lab.h("ul", { class: "tables", "aria-label": "Page tables" });
   const say = lab.h("p", { class: "say", role: "status", id: "pages-say" }, "A prompt, and a fork of it: all but the last page is shared.");
-  const facts = lab.facts([["used", "pages in use"], ["cached", "free, remembering"], ["shared", "saved by sharing", "of-a"],
-    ["hits", "words found again", "of-a"]]);
+  const facts = lab.facts([["used", "pages in use"], ["cached", "free, cached"], ["shared", "saved by sharing", "of-a"],
+    ["hits", "words from the cache", "of-a"]]);
   const key = (kind, text) => lab.h("li", {}, lab.h("i", { class: `key ${kind}` }), text);
   panel.append(form,
     lab.h("div", { class: "controls" },
-      act("pages-generate", "All draw a word", () => ask({ do: "generate", name: null })),
+      act("pages-generate", "Add a word to all", () => ask({ do: "generate", name: null })),
       act("pages-reset", "Start over", () => ask({ do: "reset" })), story),
     say, pool,
     lab.h("ul", { class: "legend" }, key("held", "one colour a sequence"), key("many", "shared"),
-      key("cached", "free, remembers a prefix"), key("blank", "blank")),
+      key("cached", "free, caches a prefix"), key("blank", "blank")),
     facts, tables);
   lab.at("pages-behind").textContent = live
     ? "These pages are managed by onchip.kvcache's own pool, in the Python process that serves this page."
-    : "These pages are managed by a twin of onchip.kvcache's pool; a test drives both through the same 1,000 operations. "
-      + "Under “onchip lab” it is the Python pool itself.";
+    : "These pages are managed by a copy of onchip.kvcache's pool in JavaScript; a test compares both after each of 1,000 operations. "
+      + "With “onchip lab” it is the Python pool itself.";
 
   function cell(page) {
     const words = Array.from({ length: rules.page_size }, () => lab.h("span", {})), refs = lab.h("em", {});
@@ -48,18 +48,18 @@ lab.figures.pages = (panel, rules) => {
   const holders = (page) => state?.tables.filter((table) => table.pages.includes(page)) ?? [];
 
   async function send(operation) {
-    if (!live) return { ...(operation ? twin.do(operation) : { ok: true, say: "" }), state: twin.state() };
+    if (!live) return { ...(operation ? local.do(operation) : { ok: true, say: "" }), state: local.state() };
     const headers = { "content-type": "application/json" }, body = JSON.stringify(operation);
     return (await fetch("pages", operation ? { method: "POST", headers, body } : {})).json();
   }
 
-  // One after another, in the order they were asked for.
+  // One at a time, in the order of the calls.
   function play(operation) {
     busy = busy.then(async () => {
       try {
         answered(await send(operation));
       } catch {
-        answered({ ok: false, say: "The server that keeps these pages is gone: start onchip lab again." });
+        answered({ ok: false, say: "The server of these pages has stopped: start onchip lab again." });
       }
     });
     return busy;
@@ -77,21 +77,21 @@ lab.figures.pages = (panel, rules) => {
     if (at >= 0) input.value = PROMPTS[(at + 1) % PROMPTS.length];
   }
 
-  // A story, an operation at a time, until it ends or somebody does something else.
-  function tell() {
+  // Runs a story, one operation at a time, until it ends or another control is used.
+  function playStory() {
     const left = rules.story.slice();
     const next = () => {
       play(left.shift());
-      if (!left.length) hush();
+      if (!left.length) stopStory();
     };
     story.textContent = "Stop";
-    telling = setInterval(next, STORY_MS);
+    timer = setInterval(next, STORY_MS);
     next();
   }
 
-  function hush() {
-    clearInterval(telling);
-    telling = 0;
+  function stopStory() {
+    clearInterval(timer);
+    timer = 0;
     story.textContent = "Show me";
   }
 
@@ -100,10 +100,10 @@ lab.figures.pages = (panel, rules) => {
     state = next;
     cells.forEach((one, i) => paint(one, i, before));
     if (before) next.copies.forEach(fly);
-    facts.tell("used", `${cells.length - next.free} of ${cells.length}`);
-    facts.tell("cached", `${next.cached}`);
-    facts.tell("shared", `${next.shared}`);
-    facts.tell("hits", `${next.stats[1] + next.stats[2]} of ${next.stats[0]}`);
+    facts.update("used", `${cells.length - next.free} of ${cells.length}`);
+    facts.update("cached", `${next.cached}`);
+    facts.update("shared", `${next.shared}`);
+    facts.update("hits", `${next.stats[1] + next.stats[2]} of ${next.stats[0]}`);
     list();
   }
 
@@ -112,7 +112,7 @@ lab.figures.pages = (panel, rules) => {
     const used = by.length ? Math.max(...by.map((table) => table.words.length - table.pages.indexOf(i + 1) * rules.page_size)) : filled;
     const changed = before && by.length && (!before.refs[i] || before.memory[i].join() !== state.memory[i].join());
     const kind = by.length > 1 ? "held many" : by.length ? "held" : filled ? "cached" : "blank";
-    const what = by.length ? `held by ${names.join(", ")}` : filled ? "free, remembers a prefix" : "blank";
+    const what = by.length ? `held by ${names.join(", ")}` : filled ? "free, caches a prefix" : "blank";
     words.forEach((word, slot) => { word.textContent = slot < used ? state.memory[i][slot] : ""; });
     refs.textContent = by.length > 1 ? `×${by.length}` : "";
     element.className = `page ${kind}${changed ? " fresh" : ""}`;
@@ -121,7 +121,7 @@ lab.figures.pages = (panel, rules) => {
     if (changed) setTimeout(() => element.classList.remove("fresh"), FLIGHT_MS);
   }
 
-  // A copy is seen to go from one page to the other.
+  // Animates a copy from one page to the other.
   function fly([from, to]) {
     if (lab.still.matches) return;
     const [a, b] = [from, to].map((page) => cells[page - 1].element), ghost = a.cloneNode(true), pixels = (x) => `${x}px`;
@@ -155,13 +155,13 @@ lab.figures.pages = (panel, rules) => {
     return element;
   }
 
-  // The pages of some sequences stand out; of none: all are as they were.
+  // Highlights the pages of some sequences; an empty list removes the highlight.
   function light(names) {
     const lit = (page) => !names.length || holders(page).some((table) => names.includes(table.name));
     cells.forEach(({ element }, i) => element.classList.toggle("dim", !lit(i + 1)));
   }
 
-  if (twin) rules.opening.forEach((operation) => twin.do(operation));
+  if (local) rules.opening.forEach((operation) => local.do(operation));
   play(null);
   return { play, get state() { return state; }, idle: () => busy };
 };

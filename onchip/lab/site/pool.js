@@ -1,8 +1,8 @@
 "use strict";
-// The twin of onchip/kvcache/pool.py, prefix.py and onchip/lab/playground.py: the same pages in the same order, for a
-// page without Python behind it. A test takes both through the same 1,000 random operations.
+// A port of onchip/kvcache/pool.py, prefix.py and onchip/lab/playground.py, for a page without a server: the same pages
+// in the same order. A test runs both through the same 1,000 random operations.
 
-lab.twin = (() => {
+lab.localPool = (() => {
   class NoRoom {
     constructor(needed, free) { Object.assign(this, { needed, free }); }
   }
@@ -42,7 +42,7 @@ lab.twin = (() => {
       const writers = new Map();
       for (const [, tail] of growth) if (this.refs[tail] > 1) writers.set(tail, (writers.get(tail) ?? 0) + 1);
       let pages = 0;
-      for (const [page, count] of writers) pages += Math.min(count, this.refs[page] - 1);  // its last holder stays
+      for (const [page, count] of writers) pages += Math.min(count, this.refs[page] - 1);  // the last holder keeps the page
       for (const [need] of growth) pages += need;
       if (pages > this.numFree) return new NoRoom(pages, this.numFree);
       return tables.flatMap((table, i) => this.grow(table, counts[i], ...growth[i]));
@@ -74,7 +74,7 @@ lab.twin = (() => {
     }
 
     copyPartialPage(table, source, count) {
-      const free = this.numFree - (this.refs[source] ? 0 : 1);  // it must not be taken for its own copy
+      const free = this.numFree - (this.refs[source] ? 0 : 1);  // a page must not be allocated for its own copy
       if (!free) return new NoRoom(1, free);
       this.pin(source);
       this.grow(table, count, 1, 0);
@@ -101,7 +101,7 @@ lab.twin = (() => {
       return copies;
     }
 
-    // The shared last page of a table is replaced by a fresh one.
+    // Replaces the shared last page of a table by a new one.
     own(pages) {
       const source = pages.at(-1), [fresh] = this.take(1);
       this.refs[source]--;
@@ -260,7 +260,7 @@ lab.twin = (() => {
   function roomy(answer) {
     if (!(answer instanceof NoRoom)) return answer;
     throw new Refused(`That needs ${counted(answer.needed, "page")} and ${answer.free} are free: free a`
-      + " sequence, or take words back.");
+      + " sequence, or remove words.");
   }
 
   function found(name, asked, shared, copies) {
@@ -268,10 +268,10 @@ lab.twin = (() => {
     const parts = [];
     if (shared) parts.push(`${counted(shared, "page")} shared`);
     if (copies) parts.push(`${counted(copies, "word")} copied`);
-    return `${name} was here before in part: ${parts.join(", ")}. Only the rest is computed.`;
+    return `${name} is partly cached: ${parts.join(", ")}. Only the rest is computed.`;
   }
 
-  // rules: what playground.py says about sizes, limits and draws.
+  // rules: sizes, limits and draws, from playground.py.
   class Playground {
     constructor(rules) {
       this.rules = rules;
@@ -345,27 +345,27 @@ lab.twin = (() => {
       const parent = this.sequence(name);
       this.checkSeats(1);
       const child = this.child(parent);
-      return `${child.name} is ${parent.name} once more: ${counted(child.table.pages.length, "page")}, none of them new.`;
+      return `${child.name} is ${parent.name} forked: ${counted(child.table.pages.length, "page")}, none of them new.`;
     }
 
     beam({ name }) {
       const { family } = this.sequence(name);
       const beams = [...this.sequences.values()].filter((s) => s.family === family);
-      const [winners, drawn] = this.winners(beams), runners = [];
+      const [winners, drawn] = this.winners(beams), survivors = [];
       this.checkSeats(winners.length - new Set(winners.map((one) => one.parent)).size);
-      for (const { parent } of winners) runners.push(runners.includes(parent) ? this.child(parent) : parent);
+      for (const { parent } of winners) survivors.push(survivors.includes(parent) ? this.child(parent) : parent);
       try {
-        this.grow(runners, winners.map((one) => one.draw));
+        this.grow(survivors, winners.map((one) => one.draw));
       } catch (refusal) {
-        this.drop(runners.filter((s) => !beams.includes(s)));
+        this.drop(survivors.filter((s) => !beams.includes(s)));
         throw refusal;
       }
-      runners.forEach((runner, i) => { runner.cost = winners[i].cost; });
+      survivors.forEach((survivor, i) => { survivor.cost = winners[i].cost; });
       this.drawn += drawn;
-      const losers = beams.filter((s) => !runners.includes(s));
+      const losers = beams.filter((s) => !survivors.includes(s));
       this.drop(losers);
-      const gone = losers.length ? ` ${names(losers)} lost.` : "";
-      return `The beam goes on as ${names(runners)}.${gone}${copied(this.copies)}`;
+      const dropped = losers.length ? ` ${names(losers)} dropped.` : "";
+      return `The beams are now ${names(survivors)}.${dropped}${copied(this.copies)}`;
     }
 
     winners(beams) {
@@ -381,17 +381,17 @@ lab.twin = (() => {
     }
 
     truncate({ name, count = 1 }) {
-      const s = this.sequence(name), length = Math.max(1, s.table.length - count), gone = s.table.length - length;
+      const s = this.sequence(name), length = Math.max(1, s.table.length - count), removed = s.table.length - length;
       this.pool.truncate(s.table, length);
       s.tokens.splice(length);
       s.chain.keys.splice(Math.floor(length / this.pool.pageSize));
-      return `${s.name} took back ${counted(gone, "word")}.`;
+      return `${s.name} lost ${counted(removed, "word")}.`;
     }
 
     free({ name }) {
       const s = this.sequence(name), before = this.pool.numFree;
       this.drop([s]);
-      return `${s.name} is gone: ${counted(this.pool.numFree - before, "page")} free again, and cached until taken.`;
+      return `${s.name} is freed: ${counted(this.pool.numFree - before, "page")} free again, and cached until taken.`;
     }
 
     reset() {
@@ -409,7 +409,7 @@ lab.twin = (() => {
     grow(sequences, draws) {
       const { max_words: most, drawn, stride } = this.rules;
       const longest = sequences.find((s) => s.table.length >= most);
-      if (longest) throw new Refused(`${longest.name} has ${most} words: sequences end there, here.`);
+      if (longest) throw new Refused(`${longest.name} has ${most} words, the most that a sequence may have here.`);
       const starts = sequences.map((s) => s.table.length);
       const copies = roomy(this.pool.extendAll(sequences.map((s) => s.table), sequences.map(() => 1)));
       sequences.forEach((s, i) => s.tokens.push(this.id(drawn[(draws[i] * stride) % drawn.length])));
@@ -456,7 +456,7 @@ lab.twin = (() => {
 
     checkSeats(count) {
       const { max_sequences: most } = this.rules;
-      if (this.sequences.size + count > most) throw new Refused(`${most} sequences are enough: free one.`);
+      if (this.sequences.size + count > most) throw new Refused(`${most} sequences are the most: free one.`);
     }
 
     name() {
@@ -474,7 +474,7 @@ lab.twin = (() => {
       const words = text.split(/\s+/).filter(Boolean);
       if (!words.length) throw new Refused("Type some words first.");
       if (words.length > most || words.some((word) => word.length > letters)) {
-        throw new Refused(`At most ${most} words of ${letters} letters, please.`);
+        throw new Refused(`At most ${most} words of ${letters} letters are accepted.`);
       }
       return words;
     }

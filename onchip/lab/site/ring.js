@@ -1,6 +1,6 @@
 "use strict";
 // The events of onchip/parallel/simulate.py over all devices: an event happens a duration after the last of those it
-// waits for. What kernels, merges and messages last was recorded; the order is computed here, and compared in a test.
+// waits for. The durations of kernels, merges and messages were recorded; the order is computed here, and a test compares it.
 
 lab.timeline = ({ n, backward, costs, messages, node }) => {
   const at = new Map(), spans = [];
@@ -40,7 +40,7 @@ lab.figures.ring = (panel, data) => {
   const chosen = { layout: 1, fabric: 2, backward: 0, devices: 1, length: 2 };
   let line = null, clock = 0;
   const count = () => data.devices[chosen.devices];
-  const owner = (span) => (span.device - span.round + count()) % count();  // whose keys it is about
+  const owner = (span) => (span.device - span.round + count()) % count();  // of the keys of this span
   const colour = (rank) => lab.colour((rank * 360) / count() + 190);
   const pick = (name) => (x) => { chosen[name] = x; compute(); };
   const numbered = (list) => list.map((text, i) => [i, String(text)]);
@@ -67,11 +67,11 @@ lab.figures.ring = (panel, data) => {
     facts,
     lab.h("div", { class: "ring-view" }, lab.h("div", {}, wheel), chartBox),
     player.element, hint,
-    lab.h("ul", { class: "legend" }, key("rainbow", "attention; the colour is whose keys"), key("merge", "merge"),
+    lab.h("ul", { class: "legend" }, key("rainbow", "attention; the colour is the rank of the keys"), key("merge", "merge"),
       key("kv", "K, V travel"), key("dkv", "dK, dV travel")));
   const { num_heads: heads, num_kv_heads: keyHeads, head_dim: dim } = data.shape;
   lab.at("ring-note").textContent = `One causal layer with ${heads} heads, ${keyHeads} of keys, head_dim ${dim}, 16 bits. `
-    + `Kernels as measured on an ${data.machine}; links as stated by their makers. With two links, nodes of `
+    + `Kernels as measured on an ${data.machine}; links as specified by their makers. With two links, nodes of `
     + `${data.fabrics.at(-1).node} GPUs have the first inside. Events are those of onchip.parallel.simulate.`;
 
   function setting() {
@@ -85,10 +85,10 @@ lab.figures.ring = (panel, data) => {
   function compute() {
     line = lab.timeline(setting());
     const work = line.spans.filter((s) => !travels(s)).reduce((sum, s) => sum + s.end - s.start, 0);
-    facts.tell("seconds", lab.seconds(line.seconds));
-    facts.tell("busy", lab.seconds(line.busy));
-    facts.tell("exposed", line.exposed ? lab.seconds(line.exposed) : "nothing");
-    facts.tell("idle", `${(100 * (1 - work / (count() * line.seconds))).toFixed(1)} %`);
+    facts.update("seconds", lab.seconds(line.seconds));
+    facts.update("busy", lab.seconds(line.busy));
+    facts.update("exposed", line.exposed ? lab.seconds(line.exposed) : "nothing");
+    facts.update("idle", `${(100 * (1 - work / (count() * line.seconds))).toFixed(1)} %`);
     render();
     player.reset(FRAMES, { at: Math.round(0.29 * (FRAMES - 1)) });
   }
@@ -111,7 +111,7 @@ lab.figures.ring = (panel, data) => {
     drawNow();
   }
 
-  // What a device computes, above what it sends.
+  // Computation of a device above, its messages below.
   function bar(span, width) {
     const { left, top, pitch } = lanes(width), thick = pitch * 0.5, thin = Math.max(4, pitch * 0.22), sent = travels(span);
     const x = (t) => left + (t / line.seconds) * (width - left - 2), gap = sent ? 0 : 0.6;
@@ -133,7 +133,7 @@ lab.figures.ring = (panel, data) => {
     return `${what === "kv" ? "K and V" : "dK and dV"} of GPU ${owner(span)} go from GPU ${device} to GPU ${to}`;
   }
 
-  // The moment in the lanes, and where keys are in the ring.
+  // The current time in the lanes, and the positions of the keys in the ring.
   function drawNow() {
     if (!line) return;
     const width = chartBox.clientWidth, { left } = lanes(width), x = left + clock * (width - left - 2), t = clock * line.seconds;

@@ -1,5 +1,5 @@
 "use strict";
-// The weights of a row, as attention_weights gave them for the built-in model.
+// The weights of a row, from attention_weights with the built-in model.
 
 lab.figures.rows = (panel, data) => {
   const { words, owners, weights } = data;
@@ -17,12 +17,12 @@ lab.figures.rows = (panel, data) => {
       lab.choice("rows-head", "head", numbered(weights[0]), head, (x) => { head = x; draw(); })),
     svg,
     lab.h("div", { class: "words", role: "group", "aria-label": "Words of the sentence" }, buttons),
-    lab.h("p", { class: "note" }, "All heads of all layers for this word; the lighter, the less:"),
+    lab.h("p", { class: "note" }, "All heads of all layers for this word; darker is more:"),
     heads);
   const about = data.about[0].toUpperCase() + data.about.slice(1);
-  lab.at("rows-note").textContent = `Recorded from the model “${data.model}”. ${about}. Those of another: onchip lab --model FOLDER.`;
+  lab.at("rows-note").textContent = `Recorded from the model “${data.model}”. ${about}. For another model: onchip lab --model FOLDER.`;
 
-  // The head that looks the most at "river", which says what kind of bank is meant; the first one if there is no such word.
+  // The head with the largest weight on "river", which decides the meaning of "bank"; the first head if the word is missing.
   function opening() {
     const river = words.indexOf("river"), all = weights.flatMap((heads, l) => heads.map((_, h) => [l, h]));
     const most = Math.max(...all.map(([l, h]) => shares(l, h)[river]));
@@ -70,7 +70,7 @@ lab.figures.rows = (panel, data) => {
     heads.children[l * weights[0].length + h].focus();
   }
 
-  // Arcs from the word to those it looks at, as wide as their share.
+  // Arcs from the word to the words it attends to, as wide as their weights.
   function arcs(width) {
     const lengths = words.map((text) => text.length + 2), total = lengths.reduce((a, b) => a + b), now = shares(), middles = [];
     lengths.reduce((from, length) => { middles.push(((from + length / 2) / total) * width); return from + length; }, 0);

@@ -1,15 +1,15 @@
 "use strict";
-// The frame: theme, contents, the picture at the top; then the figures.
+// Theme, contents and the picture at the top; then the figures.
 
 (() => {
   const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)"), button = lab.at("theme");
   const shown = () => root.dataset.theme ?? (dark.matches ? "dark" : "light");
-  const tell = () => {
+  const updateLabel = () => {
     const other = shown() === "dark" ? "light" : "dark";
     button.textContent = other === "dark" ? "☾ dark" : "☀ light";
     button.setAttribute("aria-label", `Switch to the ${other} theme`);
   };
-  const changed = () => { tell(); for (const draw of lab.redraw) draw(); };
+  const changed = () => { updateLabel(); for (const draw of lab.redraw) draw(); };
   button.addEventListener("click", () => {
     root.dataset.theme = shown() === "dark" ? "light" : "dark";
     theme.keep(root.dataset.theme);
@@ -35,10 +35,10 @@
   }, { rootMargin: "-40% 0px -55% 0px" });
   sections.forEach((section) => seen.observe(section));
   weave();
-  tell();
-  root.dataset.ready = Math.round(performance.now());  // milliseconds since the page was asked for
+  updateLabel();
+  root.dataset.ready = Math.round(performance.now());  // milliseconds since the request of the page
 
-  // The matrix that is not there: one tile of it is, along a causal sweep or under the pointer.
+  // The picture at the top: one tile of the matrix, along a causal sweep or under the pointer.
   function weave() {
     const svg = lab.at("weave"), N = 10, PITCH = 27, LEFT = 60, TOP = 16, SIZE = PITCH - 4, tiles = [];
     const rect = (x, y, width, height) => lab.s("rect", { x, y, width, height, rx: Math.min(5, height / 2) });

@@ -1,5 +1,5 @@
 "use strict";
-// Before anything is painted: the theme that was chosen last, if one was; else the system's.
+// Runs before the first paint: the stored theme, or the system's.
 
 const theme = {
   kept() { try { return localStorage.getItem("onchip-theme"); } catch { return null; } },

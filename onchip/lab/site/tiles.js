@@ -1,16 +1,16 @@
 "use strict";
-// The tile loops of the papers, step by step as lab/published ran them: the tiles that are loaded and written, and what the
-// running state of a row is after each tile.
+// The tile loops of the papers, step by step, recorded from lab/published: the tiles that are loaded and written, and the
+// running state of a row after each tile.
 
 lab.figures.tiles = (panel, data) => {
   const { seqlen, tile, rows, shown, patches } = data, count = seqlen / tile;
   const ORDERS = [["v1", "v1, keys outside"], ["v2", "v2, queries outside"]];
   const MASKS = [["none", "no mask"], ["causal", "causal"], ["window", "window"], ["blocks", "block-sparse"]];
   const LOOPS = {
-    v1: "for each tile of K, V:           # held\n    for each tile of Q:\n        load O, l, m;  fold;  store O, l, m",
-    v2: "for each tile of Q:              # held\n    for each tile of K, V that is seen:\n        fold into m, l, acc\n    store O = acc / l",
+    v1: "for each tile of K, V:           # kept on chip\n    for each tile of Q:\n        load O, l, m;  fold;  store O, l, m",
+    v2: "for each tile of Q:              # kept on chip\n    for each visible tile of K, V:\n        fold into m, l, acc\n    store O = acc / l",
   };
-  const PAD = 30, RIGHT = 30;  // around the matrix, for what is loaded and written
+  const PAD = 30, RIGHT = 30;  // margins of the matrix, for loaded and written tiles
   let order = "v2", mask = "causal", row = 11, frame = 0;
   const run = () => data.runs[order][mask];
   const range = (i) => `${i * tile} to ${(i + 1) * tile - 1}`;
@@ -23,7 +23,7 @@ lab.figures.tiles = (panel, data) => {
     list.append(lab.h("dt", {}, name), fields[name]);
   }
   const facts = lab.facts([["read", "read from HBM", "of-a"], ["written", "written to HBM", "of-b"],
-    ["visits", "tiles visited"], ["skipped", "tiles never touched"]]);
+    ["visits", "tiles visited"], ["skipped", "tiles skipped"]]);
   const state = lab.h("div", { class: "state both" }, title, list), meters = lab.h("div", { class: "meters" });
   const loop = lab.h("pre", { class: "loop" });
   const say = lab.h("p", { class: "say", id: "tiles-say" });
@@ -40,7 +40,7 @@ lab.figures.tiles = (panel, data) => {
   lab.at("tiles-note").textContent = `Recorded from paper_v1 and paper_v2 over ${lab.whole(seqlen)} tokens, head_dim ${data.head_dim}, `
     + `${data.dtype}, tiles of ${tile} × ${tile}; the bytes are those of their ledgers. “finally” is what onchip.attention `
     + `gives. Of acc and out the first ${shown} of ${data.head_dim} numbers are shown; `
-    + `v1 keeps acc divided by l, and visits what causal and window hide.`;
+    + `v1 stores acc / l, and visits tiles that causal and window hide.`;
 
   function restart() {
     const steps = run().steps.length;
@@ -48,7 +48,7 @@ lab.figures.tiles = (panel, data) => {
     player.reset(steps, { text: (i) => `tile ${i + 1} of ${steps}`, at: Math.min(steps - 1, Math.round(steps * 0.45)) });
   }
 
-  // The last state of the watched row up to this step, and whether this very step made it.
+  // The last state of the watched row up to this step, and whether this step changed it.
   function watched() {
     const { states } = run();
     for (let i = frame; i >= 0; i--) {
@@ -67,10 +67,10 @@ lab.figures.tiles = (panel, data) => {
     fields.out.textContent = several(order === "v1" ? s.acc : s.acc.map((x) => x / (s.l || 1)));
     fields.finally.textContent = several(data.exact[mask][row]);
     state.classList.toggle("fresh-state", s.now);
-    facts.tell("read", lab.bytes(read));
-    facts.tell("written", lab.bytes(written));
-    facts.tell("visits", `${frame + 1} of ${steps.length}`);
-    facts.tell("skipped", `${count * count - steps.length} of ${count * count}`);
+    facts.update("read", lab.bytes(read));
+    facts.update("written", lab.bytes(written));
+    facts.update("visits", `${frame + 1} of ${steps.length}`);
+    facts.update("skipped", `${count * count - steps.length} of ${count * count}`);
     measure(read + written);
     say.textContent = sentence();
     render();
@@ -78,8 +78,8 @@ lab.figures.tiles = (panel, data) => {
 
   function sentence() {
     const { steps } = run(), [i, j] = steps[frame], first = steps[frame - 1]?.[0] !== i, last = steps[frame + 1]?.[0] !== i;
-    if (order === "v1") return `Keys ${range(j)} stay on chip; q, out, l and m of rows ${range(i)} come, and out, l and m go back.`;
-    return `Queries ${range(i)} stay on chip${first ? " from now on" : ""}; keys ${range(j)} come${last ? ", and out is written, once" : ""}.`;
+    if (order === "v1") return `Keys ${range(j)} stay on chip; q, out, l and m of rows ${range(i)} are read, and out, l and m are written.`;
+    return `Queries ${range(i)} stay on chip${first ? " from now on" : ""}; keys ${range(j)} are read${last ? ", and out is written once" : ""}.`;
   }
 
   // Bytes so far against the totals of both loops and of standard attention.
@@ -104,7 +104,7 @@ lab.figures.tiles = (panel, data) => {
     svg.setAttribute("aria-label", `Tile ${frame + 1} of ${run().steps.length}: rows ${range(i)}, keys ${range(j)}`);
   }
 
-  // What is on chip: a tile of K and V, a tile of Q; and what of O has been written.
+  // On chip: a tile of K and V, a tile of Q. In HBM: the part of O that has been written.
   function strips(size, far) {
     const { steps } = run(), [i, j] = steps[frame], long = size - 3;
     const begun = (a) => steps.slice(0, frame + 1).some((step) => step[0] === a);
@@ -128,7 +128,7 @@ lab.figures.tiles = (panel, data) => {
     return parts;
   }
 
-  // The scores of the tile that exists now: the largest of each patch, nothing where all are hidden.
+  // The scores of the current tile: the largest of each patch, empty if all of it is hidden.
   function heat(digits, x, y, cell) {
     return [...digits].map((digit, n) => (digit === "." ? null : lab.s("rect", {
       class: "heat", x: x + (n % patches) * cell, y: y + Math.floor(n / patches) * cell, width: cell + 0.3, height: cell + 0.3,

@@ -36,12 +36,12 @@ def _ahead(seqlen_q, seqlen_k):
 
 def _visible(ahead, causal, window):
     left, right = window
-    seen = torch.ones_like(ahead, dtype=torch.bool)
+    visible = torch.ones_like(ahead, dtype=torch.bool)
     if left >= 0:
-        seen &= ahead >= -left
+        visible &= ahead >= -left
     if right >= 0:
-        seen &= ahead <= right
-    return seen & (ahead <= 0) if causal else seen
+        visible &= ahead <= right
+    return visible & (ahead <= 0) if causal else visible
 
 
 def batched(q, k, v, *, slopes=None, **options):

@@ -97,11 +97,11 @@ class Decoder(nn.Module):
         for b, prompt in enumerate(prompts):  # prompts one by one, of any length
             last[b] = step(slice(b, b + 1), torch.tensor([prompt], device=device))
             seqlens[b] = len(prompt)
-        found = [last]
+        steps = [last]
         for _ in range(tokens - 1):  # then all together, a token each
-            found.append(step(slice(None), found[-1][:, None]))
+            steps.append(step(slice(None), steps[-1][:, None]))
             seqlens += 1
-        return torch.stack(found, 1).tolist()
+        return torch.stack(steps, 1).tolist()
 
 
 def batch_of_patterns(generator, device, batch=8, seqlen=33):

@@ -91,10 +91,10 @@ def test_an_autograd_function_around_the_passes_compiles():
     inputs = [torch.randn(2, 17, 4, 16, requires_grad=True) for _ in range(3)]
     want = fa.flash_attn_func(*inputs, causal=True)
     dout = torch.randn_like(want)
-    grads = torch.autograd.grad(want, inputs, dout)
+    expected = torch.autograd.grad(want, inputs, dout)
     for function in (Attend.apply, torch.compile(lambda *t: Attend.apply(*t), backend="eager")):
         out = function(*inputs)
         torch.testing.assert_close(out, want, rtol=0, atol=1e-6)
-        found = torch.autograd.grad(out, inputs, dout)
-        for a, b in zip(found, grads, strict=True):
+        grads = torch.autograd.grad(out, inputs, dout)
+        for a, b in zip(grads, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-6)

@@ -84,7 +84,7 @@ def test_arguments_have_flash_attns_names_order_and_defaults(name):
 
 @pytest.mark.parametrize("seqlens", [(33, 33), (7, 29), (29, 7), (1, 63)])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_dense_is_what_the_documentation_says(options, seqlens):
+def test_dense_equals_the_documented_formula(options, seqlens):
     """29 queries over 7 keys: bottom-right, some rows see nothing."""
     inputs = qkv(*seqlens)
     out, lse, probs = fa.flash_attn_func(*inputs, **options, return_attn_probs=True)
@@ -215,11 +215,11 @@ def normalised(s, p, block):
     """S_dmask (heads, rows, keys) as probabilities; p is attention's, without dropout:
     exp(s - m) * exp(m - lse), and exp(m - lse) is the largest p from the block of a key on.
     """
-    found = []
+    blocks = []
     for start in range(0, p.shape[-1], block):
         largest = p[..., start:].amax(-1, keepdim=True)
-        found.append(s[..., start : start + block] * largest)
-    return torch.cat(found, -1)
+        blocks.append(s[..., start : start + block] * largest)
+    return torch.cat(blocks, -1)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -100,8 +100,8 @@ def test_with_a_gpu_a_plain_install_is_enough(monkeypatch):
     fa.uninstall()
     check = import_utils.is_flash_attn_2_available
     with fa.installed():
-        found = importlib.metadata.packages_distributions()
-        monkeypatch.setattr(import_utils, "PACKAGE_DISTRIBUTION_MAPPING", found)
+        distributions = importlib.metadata.packages_distributions()
+        monkeypatch.setattr(import_utils, "PACKAGE_DISTRIBUTION_MAPPING", distributions)
         monkeypatch.setattr(import_utils, "is_torch_cuda_available", lambda: True)
         check.cache_clear()
         assert check() and import_utils.is_flash_attn_greater_or_equal("2.8")

@@ -7,9 +7,9 @@ from tests.integrations.flash_attn import imports
 
 
 def test_most_repositories_find_every_name():
-    found = imports.results()
-    whole = {repository for repository, (_, lost) in found.items() if not lost}
-    assert len(found) >= 44 and len(whole) >= 49
+    repositories = imports.results()
+    whole = {repository for repository, (_, lost) in repositories.items() if not lost}
+    assert len(repositories) >= 44 and len(whole) >= 49
     assert {"zhuzilin/ring-flash-attention", "huggingface/diffusers", "volcengine/verl"} <= whole
 
 

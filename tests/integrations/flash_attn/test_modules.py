@@ -147,14 +147,14 @@ def test_mha_generates_token_by_token():
         max_seqlen=16, max_batch_size=2, batch_size_offset=0, seqlen_offset=0,
         lengths_per_sample=None, key_value_memory_dict={},
     )  # fmt: skip
-    found = []
+    outs = []
     with torch.no_grad():
         for token in x.split((4, 1, 3, 1), 1):
-            found.append(module(token, inference_params=params))
+            outs.append(module(token, inference_params=params))
             params.seqlen_offset += token.shape[1]
         want = module(x)
     assert params.key_value_memory_dict[3].shape == (2, 16, 2, 2, 8)
-    assert_same([torch.cat(found, 1)], [want], atol=1e-5)
+    assert_same([torch.cat(outs, 1)], [want], atol=1e-5)
 
 
 def test_padding_masks_hide_keys():

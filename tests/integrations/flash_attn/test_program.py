@@ -55,27 +55,27 @@ def learn_and_count(program, device, dtype, steps):
     model = program.Decoder().to(device, dtype)
     losses = program.train(model, steps, device)
     prompts = [[5, 6, 7, 8, 9, 10], [60, 62, 0, 2, 4, 6, 8, 10, 12], [1, 4, 7, 10, 13]]
-    found = model.generate(prompts, 6)
-    return losses, found, model, prompts
+    generated = model.generate(prompts, 6)
+    return losses, generated, model, prompts
 
 
 def test_it_trains_on_counting_and_decodes_counts(program):
-    losses, found, model, prompts = learn_and_count(program, "cpu", torch.float32, 120)
+    losses, generated, model, prompts = learn_and_count(program, "cpu", torch.float32, 120)
     assert losses[0] > 3 and losses[-1] < 1.0
     model = model.double()
-    for prompt, tokens in zip(prompts, found, strict=True):
+    for prompt, tokens in zip(prompts, generated, strict=True):
         for t, token in enumerate(tokens):  # each token is the whole model's, without a cache
             logits = by_hand(model, torch.tensor(prompt + tokens[:t]))
             assert logits[-1].argmax() == token
-    assert found[0] == [11, 12, 13, 14, 15, 16]
+    assert generated[0] == [11, 12, 13, 14, 15, 16]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_on_a_gpu(program, dtype):
-    losses, found, model, prompts = learn_and_count(program, "cuda", dtype, 300)
+    losses, generated, model, prompts = learn_and_count(program, "cuda", dtype, 300)
     assert losses[0] > 3 and losses[-1] < 1.0
-    assert found[0] == [11, 12, 13, 14, 15, 16]
+    assert generated[0] == [11, 12, 13, 14, 15, 16]
     ids = torch.tensor([prompts[0]], device="cuda")
     packed = model(ids, torch.ones_like(ids, dtype=torch.bool))
-    assert packed[0, -1].argmax() == found[0][0]
+    assert packed[0, -1].argmax() == generated[0][0]

@@ -247,8 +247,8 @@ class TestWork:
             inside = torch.zeros(rule.seqlen_k, dtype=torch.bool)
             for k0, k1 in call.spans:
                 inside[k0:k1] = True
-            seen = rule.tile(call.q0, call.q1, 0, rule.seqlen_k, "cpu")
-            assert seen is None or not (seen & ~inside).any()
+            visible = rule.tile(call.q0, call.q1, 0, rule.seqlen_k, "cpu")
+            assert visible is None or not (visible & ~inside).any()
 
 
 class TestScales:

@@ -110,11 +110,11 @@ def groups(lengths, seqlen_q=1, **options):
 def test_a_bucket_is_at_most_half_padding_if_keys_cost_more_than_buckets(monkeypatch):
     monkeypatch.setattr(pages, "_BUCKET_COST", 0)
     lengths = [1 + 61 * b % 509 for b in range(40)] + [0, 0]
-    found = groups(lengths)
-    assert sorted(b for group in found for b in group.at.tolist()) == list(range(len(lengths)))
-    for group in found:
+    buckets = groups(lengths)
+    assert sorted(b for group in buckets for b in group.at.tolist()) == list(range(len(lengths)))
+    for group in buckets:
         assert len(group.at) * group.longest <= 2 * int(group.seqlen_k.sum())
-    assert 2 <= len(found) <= 8
+    assert 2 <= len(buckets) <= 8
 
 
 def test_copies_are_bounded(monkeypatch):
@@ -131,9 +131,9 @@ def test_copies_are_bounded(monkeypatch):
 
 
 def test_a_window_reads_only_its_own_keys():
-    found = groups([700, 650, 90], seqlen_q=2, window_size=(50, None))
-    assert [group.longest for group in found] == [52]
-    assert found[0].first.flatten().tolist() == [700 - 52, 650 - 52, 90 - 52]
+    buckets = groups([700, 650, 90], seqlen_q=2, window_size=(50, None))
+    assert [group.longest for group in buckets] == [52]
+    assert buckets[0].first.flatten().tolist() == [700 - 52, 650 - 52, 90 - 52]
 
 
 def test_strided_pages_are_not_copied_whole():

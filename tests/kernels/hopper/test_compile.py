@@ -274,8 +274,8 @@ def _compile(kernel, args, kwargs, folder: Path) -> Machine:
 def _allocated(ttgir: str) -> int:
     """Bytes of all buffers: `ttg.local_alloc : () -> !ttg.memdesc<2x64x128xbf16, ...`."""
     total = 0
-    found = r"local_alloc[^\n]*-> !ttg.memdesc<([\dx]+)x[a-z]+(\d+)(?:E4M3FN)?,"
-    for shape, bits in re.findall(found, ttgir):
+    alloc = r"local_alloc[^\n]*-> !ttg.memdesc<([\dx]+)x[a-z]+(\d+)(?:E4M3FN)?,"
+    for shape, bits in re.findall(alloc, ttgir):
         total += math.prod(map(int, shape.split("x"))) * int(bits) // 8
     return total
 
@@ -295,25 +295,26 @@ class Instruction(NamedTuple):
 def _flow(sass: str) -> tuple[list[Instruction], networkx.DiGraph]:
     """All instructions, and which of them may follow one another, but for computed jumps."""
     pattern = r"/\*([0-9a-f]{4,5})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);"
-    found = [Instruction(int(m[1], 16), m[2], m[3], m[4]) for m in re.finditer(pattern, sass)]
-    place = {at: i for i, (at, *_) in enumerate(found)}
+    matches = re.finditer(pattern, sass)
+    instructions = [Instruction(int(m[1], 16), m[2], m[3], m[4]) for m in matches]
+    place = {at: i for i, (at, *_) in enumerate(instructions)}
     flow = networkx.DiGraph()
-    flow.add_nodes_from(range(len(found)))
-    for i, (_, predicate, name, operands) in enumerate(found):
+    flow.add_nodes_from(range(len(instructions)))
+    for i, (_, predicate, name, operands) in enumerate(instructions):
         target = re.search(r"0x([0-9a-f]+)", operands) if name.startswith("BRA") else None
         if target:
             flow.add_edge(i, place[int(target[1], 16)])
         leaves = name.startswith(("BRA", "BRX", "EXIT", "RET"))
-        if (predicate or not leaves) and i + 1 < len(found):
+        if (predicate or not leaves) and i + 1 < len(instructions):
             flow.add_edge(i, i + 1)
-    return found, flow
+    return instructions, flow
 
 
 def _instructions(sass: str) -> tuple[list[str], list[list[str]]]:
     """Names of all instructions, and by innermost loop that
     multiplies matrices, the shortest loop first."""
-    found, flow = _flow(sass)
-    names = [x.name for x in found]
+    instructions, flow = _flow(sass)
+    names = [x.name for x in instructions]
     loops = [[names[i] for i in loop] for loop in _hot_loops(flow, names)]
     return names, sorted(loops, key=len)
 
@@ -334,23 +335,23 @@ def _doubtful_addresses(sass: str) -> list[str]:
     operand is in registers. ptxas assumed in a second loop that the first one had computed an
     address, though the first may have no iteration: any value in the registers was then an address.
     """
-    found, flow = _flow(sass)
-    jumps = [i for i, x in enumerate(found) if x.name.startswith("BRX")]
+    instructions, flow = _flow(sass)
+    jumps = [i for i, x in enumerate(instructions) if x.name.startswith("BRX")]
     starts = [i for i in flow if i and not flow.pred[i]]
     flow.add_edges_from((i, start) for i in jumps for start in starts)
     doubtful = []
-    for i, x in enumerate(found):
+    for i, x in enumerate(instructions):
         first = re.search(r"gdesc\[UR(\d+)\]", x.operands) if "GMMA" in x.name else None
         if first:
             skipped = 2 if re.match(r"\s*R\d+, R\d+", x.operands) else 0
             registers = range(int(first[1]) + skipped, int(first[1]) + 4)
-            if any(len(_origins(found, flow, i, register)) != 1 for register in registers):
+            if any(len(_origins(instructions, flow, i, register)) != 1 for register in registers):
                 doubtful.append(f"{x.at:x} {x.name}{x.operands}")
     return doubtful
 
 
 def _origins(
-    found: list[Instruction], flow: networkx.DiGraph, at: int, register: int
+    instructions: list[Instruction], flow: networkx.DiGraph, at: int, register: int
 ) -> set[int | None]:
     """The instructions that may have set a uniform register last, None if there may be none."""
     origins, seen, ahead = set(), set(), [at]
@@ -359,10 +360,10 @@ def _origins(
         if i == 0:
             origins.add(None)
         for before in flow.pred[i]:
-            sets = register in _sets(found[before])
+            sets = register in _sets(instructions[before])
             if sets:
                 origins.add(before)
-            if before not in seen and (found[before].predicate or not sets):
+            if before not in seen and (instructions[before].predicate or not sets):
                 seen.add(before)
                 ahead.append(before)
     return origins
@@ -381,22 +382,23 @@ def _late_reads(sass: str) -> list[Instruction]:
     """Loads of shared memory that some warps may not have executed when others start the producer.
     Triton passes arguments in shared memory that may still have the result of a reduction.
     """
-    found, flow = _flow(sass)
+    instructions, flow = _flow(sass)
     late: set[int] = set()
-    ahead = [i for i in flow if _is_start(found, i)]
+    ahead = [i for i in flow if _is_start(instructions, i)]
     while ahead:
         for before in flow.pred[ahead.pop()]:
-            if before not in late and not found[before].name.startswith("BAR.SYNC"):
+            if before not in late and not instructions[before].name.startswith("BAR.SYNC"):
                 late.add(before)
                 ahead.append(before)
-    return [found[i] for i in late if found[i].name.startswith("LDS")]
+    return [instructions[i] for i in late if instructions[i].name.startswith("LDS")]
 
 
-def _is_start(found: list[Instruction], at: int) -> bool:
+def _is_start(instructions: list[Instruction], at: int) -> bool:
     """Whether waiting warps are started here: arguments stored, a barrier, registers reassigned."""
-    wakes = found[at].name.startswith("BAR.SYNC") and found[at].operands.strip() == "0x1"
-    stored = any(x.name.startswith("STS") for x in found[max(at - 4, 0) : at])
-    after = takewhile(lambda x: x.name != "EXIT", found[at : at + 5])
+    barrier = instructions[at]
+    wakes = barrier.name.startswith("BAR.SYNC") and barrier.operands.strip() == "0x1"
+    stored = any(x.name.startswith("STS") for x in instructions[max(at - 4, 0) : at])
+    after = takewhile(lambda x: x.name != "EXIT", instructions[at : at + 5])
     return wakes and stored and any(x.name.startswith("USETMAXREG") for x in after)
 
 
@@ -570,8 +572,8 @@ def test_warps_synchronise_before_the_producer_starts(launches, tmp_path, batch,
     decode(problem, x)
     ((kernel, args, kwargs),) = launches
     machine = _compile(kernel, args, kwargs | {"BATCH": batch}, tmp_path)
-    found, _ = _flow(machine.sass)
-    assert sum(_is_start(found, i) for i in range(len(found))) == 1
+    instructions, _ = _flow(machine.sass)
+    assert sum(_is_start(instructions, i) for i in range(len(instructions))) == 1
     assert not _late_reads(machine.sass)
 
 
@@ -665,5 +667,5 @@ def test_addresses_that_a_loop_without_iterations_does_not_set(skips, doubtful):
         (80, "QGMMA.64x64x32.F32 R24, gdesc[UR4], R24"), (96, "@P1 BRA 0x50"),
         (112, "QGMMA.64x64x32.F32 R24, R8, gdesc[UR16], R24"), (128, "EXIT"),
     )  # fmt: skip
-    found = _doubtful_addresses("\n".join(f"/*{at:04x}*/ {text} ;" for at, text in lines))
-    assert [f"{x.split()[0]:>04}" for x in found] == doubtful
+    addresses = _doubtful_addresses("\n".join(f"/*{at:04x}*/ {text} ;" for at, text in lines))
+    assert [f"{x.split()[0]:>04}" for x in addresses] == doubtful

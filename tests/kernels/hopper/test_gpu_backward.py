@@ -124,8 +124,8 @@ def test_packed_with_nan_neighbours(dim, options):
     bounds = x.cu_seqlens_q.tolist(), x.cu_seqlens_k.tolist(), x.cu_seqlens_k.tolist()
     for t, cu in zip(dirty, bounds, strict=True):
         t[cu[3] : cu[4]] = torch.nan
-    found = gradients(*dirty, varlen, **x.options, **options)
-    for cu, a, b in zip(bounds, clean, found, strict=True):
+    grads = gradients(*dirty, varlen, **x.options, **options)
+    for cu, a, b in zip(bounds, clean, grads, strict=True):
         tight = {"rtol": 1e-2, "atol": 1e-3}  # dq is summed in another order every time
         assert torch.allclose(a[: cu[3]], b[: cu[3]], **tight)
         assert torch.allclose(a[cu[4] :], b[cu[4] :], **tight)
@@ -183,12 +183,12 @@ def test_a_call_can_be_captured_and_synchronises_nothing():
     expected = gradients(q, k, v, causal=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = gradients(q, k, v, causal=True)
-    for t in found:
+        grads = gradients(q, k, v, causal=True)
+    for t in grads:
         t.fill_(torch.nan)
     graph.replay()
-    assert torch.equal(found[1], expected[1]) and torch.equal(found[2], expected[2])
-    assert torch.allclose(found[0].float(), expected[0].float(), rtol=2e-2, atol=2e-3)
+    assert torch.equal(grads[1], expected[1]) and torch.equal(grads[2], expected[2])
+    assert torch.allclose(grads[0].float(), expected[0].float(), rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -369,8 +369,8 @@ def test_gradients_over_parts_of_the_keys_add_up(dim):
     ]
     dq, dk, dv = shares(whole, saved=saved)
     parts = [Tensors(q, k[:, cut], v[:, cut]) for cut in (slice(0, 333), slice(333, None))]
-    found = [shares(part, saved=saved) for part in parts]
-    sums = sum(f[0] for f in found), *(torch.cat([f[i] for f in found], 1) for i in (1, 2))
+    grads = [shares(part, saved=saved) for part in parts]
+    sums = sum(g[0] for g in grads), *(torch.cat([g[i] for g in grads], 1) for i in (1, 2))
     for a, b in zip(sums, (dq, dk, dv), strict=True):
         assert (a - b).abs().max() <= 1e-5 * b.abs().max()
 

@@ -56,15 +56,15 @@ def test_two_streams_and_a_graph_run_concurrently(make):
     captured.fill_(torch.nan)
     first, second, third = (torch.cuda.Stream() for _ in range(3))
     torch.cuda.synchronize()
-    found = []
+    results = []
     for _ in range(100):
         for stream in (first, second):
             with torch.cuda.stream(stream):
-                found.append(call())
+                results.append(call())
         with torch.cuda.stream(third):
             graph.replay()
     assert are_clear()
-    assert all(torch.equal(out, expected) for out in (*found, captured))
+    assert all(torch.equal(out, expected) for out in (*results, captured))
 
 
 def test_a_call_with_wrong_offsets_clears_its_counter():
@@ -88,6 +88,6 @@ def test_accumulated_gradients():
     queries = start(problem, x, out, lse, torch.randn_like(out), None)
     expected = queries.add(problem, x, None)
     for _ in range(20):
-        found = queries.add(problem, x, None)
-        assert all(map(torch.equal, found, expected))
+        sums = queries.add(problem, x, None)
+        assert all(map(torch.equal, sums, expected))
     assert are_clear()

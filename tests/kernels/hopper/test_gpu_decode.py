@@ -265,11 +265,11 @@ def test_a_window_does_not_read_the_pages_it_has_left_behind():
     q, _, pages = paged(1, [1000])
     call = {"window_size": (100, None), "kernel": "hopper"}
     expected = onchip.paged_attention(q, *pages, **call)
-    gone = (1000 - 1 - 100) // 16
+    hidden = (1000 - 1 - 100) // 16
     table = pages.page_table.clone()
-    for page in table[0, :gone].tolist():
+    for page in table[0, :hidden].tolist():
         pages.k_pages[page] = pages.v_pages[page] = math.nan
-    table[0, : gone // 2] = torch.tensor([-7, 10**9] * gone)[: gone // 2].to(table)
+    table[0, : hidden // 2] = torch.tensor([-7, 10**9] * hidden)[: hidden // 2].to(table)
     left = onchip.paged_attention(q, *pages[:2], table, pages.cache_seqlens, **call)
     assert torch.equal(left, expected)
 

@@ -30,14 +30,14 @@ def test_the_emulation_is_right_to_the_last_bit():
     rest = -len(x) % THREADS
     x = torch.nn.functional.pad(x, (0, rest))
     given = x.cuda().repeat_interleave(EMULATED_EXP2)
-    found = torch.empty_like(given)
+    powers = torch.empty_like(given)
     power_kernel[(len(x) // THREADS,)](
-        given, found, EMULATED_EXP2, THREADS, num_warps=THREADS // 32
+        given, powers, EMULATED_EXP2, THREADS, num_warps=THREADS // 32
     )
     want = exponentials.by_polynomial(x, exponentials.hopper_coefficients())
-    got = found[EMULATED_EXP2 - 1 :: EMULATED_EXP2].cpu()
+    got = powers[EMULATED_EXP2 - 1 :: EMULATED_EXP2].cpu()
     assert torch.equal(got.view(torch.int32), want.view(torch.int32))
     unit = (
-        found[::EMULATED_EXP2].cpu().double()
+        powers[::EMULATED_EXP2].cpu().double()
     )  # off by at most 2^-22, and flushed to 0 below 2^-126
     assert ((unit / x.double().exp2() - 1).abs()[x > -126] <= 2**-22).all()

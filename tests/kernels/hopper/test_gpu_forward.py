@@ -84,8 +84,9 @@ def test_rows_whose_first_key_tiles_are_hidden(dim, scale):
     rows = torch.arange(n, device="cuda")
     empty, all_of_them = rows % 7 == 0, rows % 128 == 127
     key = torch.where(rows % 2 == 0, rows % 100, 1280 + rows % 20)
-    seen = (torch.arange(n, device="cuda") == key[:, None]) & ~empty[:, None]
-    out, lse = attend(q, k, v, mask=(seen | all_of_them[:, None])[None, None], softmax_scale=scale)
+    visible = (torch.arange(n, device="cuda") == key[:, None]) & ~empty[:, None]
+    mask = (visible | all_of_them[:, None])[None, None]
+    out, lse = attend(q, k, v, mask=mask, softmax_scale=scale)
     values = v.repeat_interleave(q.shape[2] // v.shape[2], 2)[:, key]
     values[:, empty] = 0.0
     assert torch.equal(out[:, ~all_of_them], values[:, ~all_of_them])

@@ -56,9 +56,9 @@ class Device:
 def plain(module, device, **stand_ins):
     """`produce` of a module and the functions that it calls, as plain Python, with stand_ins."""
     world = {**vars(tile_scheduler), **vars(module)}
-    for name, found in world.items():
-        if hasattr(found, "fn"):
-            code, defaults = found.fn.__code__, found.fn.__defaults__
+    for name, value in world.items():
+        if hasattr(value, "fn"):
+            code, defaults = value.fn.__code__, value.fn.__defaults__
             world[name] = FunctionType(code, world, name, defaults)
     world.update(gl=device, **stand_ins)
     return world["produce"]

@@ -62,8 +62,8 @@ def test_the_per_thread_stream_has_no_pooled_counter(now):
 
 def test_threads_of_a_stream_share_its_counter(now):
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: counters.counter(CPU), range(200)))
-    assert len({t.data_ptr() for t in found}) == 1
+        tensors = list(pool.map(lambda _: counters.counter(CPU), range(200)))
+    assert len({t.data_ptr() for t in tensors}) == 1
 
 
 def test_a_device_without_streams_has_no_pooled_counter():

@@ -147,13 +147,13 @@ class Layout:
 
 def test_no_tensor_is_kept_alive():
     tensor, described = POINTER.clone(), Described(Layout())
-    gone = [weakref.ref(each) for each in (tensor, described, described.base)]
+    refs = [weakref.ref(each) for each in (tensor, described, described.base)]
     layout = weakref.ref(described.layout)
     launcher = CachedLauncher(Kernel(kernel_of))
     launcher[GRID](tensor, described, *PLAIN[2:], CAUSAL=True)
     del tensor, described
     gc.collect()
-    assert all(each() is None for each in gone)
+    assert all(each() is None for each in refs)
     assert layout() is not None  # otherwise another layout could get its id, and its kernel
 
 

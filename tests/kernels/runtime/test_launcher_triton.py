@@ -58,7 +58,7 @@ class Compiled:
 @pytest.fixture
 def log(monkeypatch):
     """("usual" or "direct", kernel) of every launch of a kernel with a CachedLauncher."""
-    found = []
+    launched = []
     monkeypatch.setattr(Descriptor, "__post_init__", TensorDescriptor.__post_init__)  # checks
     card = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
@@ -69,11 +69,11 @@ def log(monkeypatch):
 
     def run(kernel, *args, grid, warmup, **constants):
         if any(launcher.kernel is kernel for launcher in launchers):
-            found.append(("usual", kernel))
-        return Compiled(kernel, args, constants, found)
+            launched.append(("usual", kernel))
+        return Compiled(kernel, args, constants, launched)
 
     monkeypatch.setattr(JITFunction, "run", run)
-    return found
+    return launched
 
 
 def shifted(t):

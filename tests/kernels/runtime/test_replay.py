@@ -48,14 +48,14 @@ class Kernel:
 @pytest.fixture
 def log(monkeypatch):
     """(grid, stream, addresses) of every raw launch."""
-    found = []
-    note = lambda *args: found.append((args[:3], args[3], args[4:7]))
+    launches = []
+    note = lambda *args: launches.append((args[:3], args[3], args[4:7]))
     launcher = raw_launch.CLauncher(note, (), False, print, {}, (), None)
     knobs = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
     monkeypatch.setattr(raw_launch, "get_c_launcher", lambda compiled: launcher)
     monkeypatch.setattr(raw_launch, "runtime", lambda: raw_launch.Runtime(knobs, lambda device: 5))
     monkeypatch.setattr(replay, "is_recordable", lambda q: True)
-    return found
+    return launches
 
 
 def tensors(n=8):
@@ -286,10 +286,10 @@ def test_no_tensor_is_kept_alive(log, compute):
     cached = cached_call(x)
     for _ in range(4):
         result = replay.replay_or_run(compute, cached, x, None)
-    gone = [weakref.ref(t) for t in (*x[:3], result.out)]
+    refs = [weakref.ref(t) for t in (*x[:3], result.out)]
     del x, result
     gc.collect()
-    assert log and not any(each() for each in gone)
+    assert log and not any(each() for each in refs)
 
 
 def test_threads_share_recordings(log, compute):
@@ -313,11 +313,11 @@ def test_threads_share_recordings(log, compute):
 def replays(monkeypatch):
     """The number of replays; recordings of other tests are dropped."""
     clear_call_cache()
-    found = []
+    replays = []
     original = replay.Recording.replay
-    noted = lambda *args: found.append(1) or original(*args)
+    noted = lambda *args: replays.append(1) or original(*args)
     monkeypatch.setattr(replay.Recording, "replay", noted)
-    return found
+    return replays
 
 
 @each_kernel

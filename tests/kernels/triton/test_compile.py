@@ -357,12 +357,12 @@ def test_random_lengths_make_at_most_two_variants(monkeypatch, launches, head_di
         lengths = (1 if few else int(seqlen_q), int(seqlen_k))
         sizes = {"num_heads": 3, "head_dim": head_dim}
         _call(monkeypatch, 90, BF16, sizes, {"causal": True}, lengths)
-    backend, seen = make_backend(GPUTarget("cuda", 90, 32)), {}
+    backend, by_kernel = make_backend(GPUTarget("cuda", 90, 32)), {}
     for kernel, args, kwargs in launches:
         bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-        seen.setdefault(kernel.fn.__name__, set()).add(str(bind(*args, **kwargs)[1]))
-    assert {"delta_kernel", "dkdv_kernel", "dq_kernel"} < set(seen)
-    assert {name: len(variants) for name, variants in seen.items() if len(variants) > 2} == {}
+        by_kernel.setdefault(kernel.fn.__name__, set()).add(str(bind(*args, **kwargs)[1]))
+    assert {"delta_kernel", "dkdv_kernel", "dq_kernel"} < set(by_kernel)
+    assert {name: len(variants) for name, variants in by_kernel.items() if len(variants) > 2} == {}
 
 
 def test_no_memory_access_before_the_wait_for_the_previous_kernel(monkeypatch, launches):

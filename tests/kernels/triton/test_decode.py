@@ -242,12 +242,12 @@ def test_a_tree_of_drafts(causal):
         q, *pages, tree_mask=tree.to(DEVICE), return_lse=True, kernel="triton", **options
     )
     for b, n in enumerate(lengths):
-        seen = torch.ones(seqlen_q, n, dtype=torch.bool)
-        seen[:, n - seqlen_q :] = tree[b]
+        visible = torch.ones(seqlen_q, n, dtype=torch.bool)
+        visible[:, n - seqlen_q :] = tree[b]
         start = int(packed.cu_seqlens_k[b])
         k, v = (x[None, start : start + n] for x in packed[1:3])
         result = tuple(x[b : b + 1] for x in got)
-        ot.assert_accurate(result, q[b : b + 1], k, v, mask=seen.to(DEVICE), **options)
+        ot.assert_accurate(result, q[b : b + 1], k, v, mask=visible.to(DEVICE), **options)
 
 
 @interpreted_or_gpu
@@ -257,14 +257,14 @@ def test_a_window_does_not_read_pages_before_it():
     pages = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, 16)
     call = {"window_size": (100, None), "kernel": "triton"}
     expected = onchip.paged_attention(packed.q[None], *pages, **call)
-    gone = (333 - 2 - 100) // 16
+    hidden = (333 - 2 - 100) // 16
     table = pages.page_table.clone()
-    for page in table[0, :gone].tolist():
+    for page in table[0, :hidden].tolist():
         pages.k_pages[page] = pages.v_pages[page] = math.nan
-    start = 333 - 2 - 100 - gone * 16  # slots before the window in the first page that is left
-    last = int(table[0, gone])
+    start = 333 - 2 - 100 - hidden * 16  # slots before the window in the first page that is left
+    last = int(table[0, hidden])
     pages.k_pages[last, :start] = pages.v_pages[last, :start] = math.nan
-    table[0, :gone] = torch.tensor([-7, 10**9, 0, 3] * 5)[:gone]
+    table[0, :hidden] = torch.tensor([-7, 10**9, 0, 3] * 5)[:hidden]
     left = onchip.paged_attention(packed.q[None], *pages[:2], table, pages.cache_seqlens, **call)
     assert torch.equal(left, expected)
 

@@ -80,25 +80,25 @@ def _whole(blocks, t, cu, transposed=False):
     scales = blocks.scales.reshape(len(tiles), -1, 1)
     out = torch.zeros(t.shape, device=t.device)
     codes = torch.zeros(t.shape, device=t.device)
-    for (b, found), (_, code) in zip(_sequences(out, cu), _sequences(codes, cu), strict=True):
+    for (b, sequence), (_, code) in zip(_sequences(out, cu), _sequences(codes, cu), strict=True):
         for head in range(heads):
-            for n in range(-(-len(found) // BLOCK)):
+            for n in range(-(-len(sequence) // BLOCK)):
                 at = _block(blocks, cu, heads, b, head, n)
                 rows = slice(n * BLOCK, (n + 1) * BLOCK)
-                count = len(found[rows])
-                found[rows, head] = (tiles[at] * scales[at])[:count, :dim]
+                count = len(sequence[rows])
+                sequence[rows, head] = (tiles[at] * scales[at])[:count, :dim]
                 code[rows, head] = tiles[at][:count, :dim]
                 assert not tiles[at][count:].any() and not tiles[at][:, dim:].any()
     return out, codes
 
 
-def _assert_same(found, codes, want, name):
+def _assert_same(dequantised, codes, want, name):
     """Except numbers between two codes: few of them may have the other code."""
     exact = want.dequantise()
     same = codes == want.values.float()
     assert same.float().mean() > 0.998, f"{name}: {same.float().mean()} of the codes agree"
     step = exact.abs() / 8 + want.token_scales()
-    assert ((found - exact).abs() <= 1.01 * step).all(), name
+    assert ((dequantised - exact).abs() <= 1.01 * step).all(), name
 
 
 @interpreted_or_gpu
@@ -116,9 +116,9 @@ def test_operands_equal_the_recipe(case, precision):
     if precision == "int8_pv16":
         assert got.v is None
     else:
-        found, codes = _whole(got.v, v, cu_k, transposed=True)
+        dequantised, codes = _whole(got.v, v, cu_k, transposed=True)
         assert torch.equal(codes, want.v.values.float())
-        assert torch.equal(found, want.v.dequantise())
+        assert torch.equal(dequantised, want.v.dequantise())
     exact = lse_shift(q, want.mean, problem.softmax_scale, cu_q)
     torch.testing.assert_close(shift * LN2, exact, rtol=1e-5, atol=1e-4)
 
@@ -128,14 +128,14 @@ def test_operands_equal_the_recipe(case, precision):
 def test_blocks_of_a_strip_equal_blocks_of_single_programs(case, monkeypatch):
     x, lengths = _packed() if case == "packed" else _dense(*case)
     problem = describe(x, Options(precision="fp8"), lengths)
-    found = []
+    runs = []
     for programs in (1, 1 << 30):
         monkeypatch.setattr(quantise, "PROGRAMS", programs)
         shift = torch.zeros(*x.q.shape[:-3], x.q.shape[-2], x.q.shape[-3], device=DEVICE)
         q, k, v, _ = quantise.prepare(problem, x, shift)
         whole = _whole(q, x.q, x.cu_seqlens_q), _whole(k, x.k, x.cu_seqlens_k)
-        found.append((shift, *sum(whole, ()), *_whole(v, x.v, x.cu_seqlens_k, transposed=True)))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        runs.append((shift, *sum(whole, ()), *_whole(v, x.v, x.cu_seqlens_k, transposed=True)))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @interpreted_or_gpu

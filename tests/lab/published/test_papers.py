@@ -146,11 +146,11 @@ class TestSteps:
     @pytest.mark.parametrize("kernel", PAPERS[1:])
     def test_the_last_state_of_a_row_is_its_result(self, kernel):
         q, k, v = ot.make_qkv(2, 63, 111, num_heads=4, num_kv_heads=2, head_dim=16)
-        seen = []
-        watch = lambda step: seen.append(step.row(1, 2, 40))
+        visits = []
+        watch = lambda step: visits.append(step.row(1, 2, 40))
         with ledger(tiles=(16, 32), watch=watch):
             out, lse = onchip.attention(q, k, v, return_lse=True, kernel=kernel)
-        states = [state for state in seen if state is not None]
+        states = [state for state in visits if state is not None]
         m, l, acc = states[-1]
         assert len(states) == 4 and m + math.log(l) == pytest.approx(float(lse[1, 2, 40]), abs=1e-5)
         scale = 1.0 if kernel == "paper_v1" else l

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from onchip.core.derivatives import refuse_transforms
+from onchip.parallel.comm_base import CPU, ParallelError, PeerMessage, PointToPointComm
 from onchip.parallel.consistency import ConsistencyCache, check_consistent
-from onchip.parallel.messages import CPU, ParallelError, PeerMessage, PointToPointComm
 
 JOIN_TIMEOUT_S = 5.0  # for the other threads to end after one rank failed
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from onchip.engine.chat import render
+from onchip.engine.chat_template import render
 from onchip.engine.tokenizer import ByteTokenizer
 
 MESSAGES = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "yes"}]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from onchip.server.keys import Keyring, read_keys
+from onchip.server.api_keys import Keyring, read_keys
 
 ANNA, BERT = "anna-secret-key", "bert-secret-key"
 bearer = lambda key: f"Bearer {key}".encode()

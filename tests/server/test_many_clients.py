@@ -42,8 +42,8 @@ def crowd_server(tmp_path):
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     for line in child.stdout:
-        if found := re.search(r"http://[\d.]+:\d+", line):
-            yield child, found[0]
+        if match := re.search(r"http://[\d.]+:\d+", line):
+            yield child, match[0]
             break
     child.kill()
     child.communicate()
@@ -64,13 +64,13 @@ def test_a_thousand_open_connections_are_all_answered_in_turn(crowd_server, ask)
     child, url = crowd_server
 
     async def scene(seed):
-        seen = []
-        watching = asyncio.create_task(watch(ask, url, seen))
+        open_requests = []
+        watching = asyncio.create_task(watch(ask, url, open_requests))
         outcomes = await run(
             url, Load(CLIENTS, prompt_chars=(20, 60), max_tokens=(TOKENS, TOKENS), seed=seed)
         )
         watching.cancel()
-        return outcomes, max(seen)
+        return outcomes, max(open_requests)
 
     outcomes, most = asyncio.run(scene(0))
     assert most > 0.9 * CLIENTS

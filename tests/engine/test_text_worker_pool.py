@@ -9,9 +9,9 @@ import time
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from onchip.engine import workers
+from onchip.engine import text_worker_pool
+from onchip.engine.text_worker_pool import JobEnded, TextWorker, TextWorkerPool
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer
-from onchip.engine.workers import JobEnded, Worker, Workers
 
 TALK = [{"role": "user", "content": "hi"}]
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -19,7 +19,7 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
 
 @pytest.fixture(scope="module")
 def templates():
-    with Workers(1) as some:
+    with TextWorkerPool(1) as some:
         yield some
 
 
@@ -36,7 +36,7 @@ def rewrite(folder, **parts):
 
 
 def test_a_worker_renders_encodes_and_decodes(folder):
-    with Workers(1, folder) as some:
+    with TextWorkerPool(1, folder) as some:
         assert some.render("{{ messages[0].content }}{{ a }}", TALK, {"a": "!"}, {}) == "hi!"
         assert some.encode("né€", True) == list("né€".encode())
         assert some.decode([*b"ab", 256]) == "ab"
@@ -45,7 +45,7 @@ def test_a_worker_renders_encodes_and_decodes(folder):
 
 def test_a_worker_imports_no_torch_and_sees_no_secret(monkeypatch):
     monkeypatch.setenv("ONCHIP_API_KEYS", "secret-key-of-a-tenant")
-    one = Worker()
+    one = TextWorker()
     try:
         pid = one._process.pid
         with open(f"/proc/{pid}/environ") as environ, open(f"/proc/{pid}/maps") as maps:
@@ -76,7 +76,7 @@ def test_a_template_that_loops_is_killed_and_the_next_one_runs(templates):
     ],
 )
 def test_memory_is_bounded(template):
-    one = Worker(job_bytes=64 << 20)
+    one = TextWorker(job_bytes=64 << 20)
     try:
         with pytest.raises(ValueError):
             one.run("render", 1.0, template=template, messages=TALK, special={}, options={})
@@ -109,7 +109,7 @@ def test_a_process_that_was_killed_while_idle_is_replaced(templates):
 
 
 def test_closed_workers_end_what_runs():
-    some = Workers(1)
+    some = TextWorkerPool(1)
     some.start()
     assert len(some._idle) == 1
     process = some._idle[0]._process
@@ -139,7 +139,7 @@ def test_a_panic_while_loading_is_a_value_error(folder, part, capfd):
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
         FileTokenizer(folder)
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
-        Worker(folder)
+        TextWorker(folder)
     capfd.readouterr()  # a panic prints pages
 
 
@@ -147,7 +147,7 @@ def test_a_panic_while_encoding_is_a_value_error(folder, capfd):
     rewrite(folder, pre_tokenizer={"type": "FixedLength", "length": 0})
     with pytest.raises(ValueError, match="cannot encode the text: chunk size"):
         FileTokenizer(folder).encode("abc")
-    with Workers(1, folder) as some:
+    with TextWorkerPool(1, folder) as some:
         with pytest.raises(ValueError, match="cannot encode the text: chunk size"):
             some.encode("abc", True)
         assert some.decode([97]) == "a"
@@ -187,12 +187,12 @@ def test_steps_that_expand_a_text_without_bound_are_refused(folder, part):
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="memory is bounded on Linux")
 def test_a_tokenizer_that_expands_while_it_is_loaded_ends_its_worker(folder, monkeypatch):
     """An added token is normalized while loading: 10^12 characters."""
-    monkeypatch.setattr(workers, "LOAD_BYTES", 256 << 20)
+    monkeypatch.setattr(text_worker_pool, "LOAD_BYTES", 256 << 20)
     token = {"id": 257, "content": "a", "special": False, "normalized": True}
     token |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     rewrite(folder, normalizer={"type": "Sequence", "normalizers": BOMB}, added_tokens=[token])
     with pytest.raises(ValueError, match="its process ran out|too much memory|is not a tokenizer"):
-        Worker(folder)
+        TextWorker(folder)
 
 
 def test_padding_and_truncation_of_a_file_are_ignored(folder):

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onchip.engine import threads
+from onchip.engine import cpu_threads
+from onchip.engine.cpu_threads import MIN_PARALLEL_MACS, StepThreads
 from onchip.engine.step import Chunk, ScheduledStep
-from onchip.engine.threads import MIN_PARALLEL_MACS, StepThreads
 
 
 @pytest.fixture
@@ -50,20 +50,20 @@ def test_small_steps_have_one_thread_and_large_ones_all(tiny, two_threads):
 
 def test_the_engine_sets_threads_for_every_step(tiny, two_threads, monkeypatch):
     """For all steps; torch's number of threads is restored afterwards."""
-    seen = []
+    num_threads = []
     with tiny.engine() as one:
         torch.set_num_threads(2)  # tiny.model() sets one
         forward = one.model.forward
-        note = lambda *args: seen.append(torch.get_num_threads()) or forward(*args)
+        note = lambda *args: num_threads.append(torch.get_num_threads()) or forward(*args)
         monkeypatch.setattr(one.model, "forward", note)
         tiny.ask(one)
         tiny.drain(one)
-        assert set(seen) == {1} and torch.get_num_threads() == 2
-        monkeypatch.setattr(threads, "MIN_PARALLEL_MACS", 0)
-        seen.clear()
+        assert set(num_threads) == {1} and torch.get_num_threads() == 2
+        monkeypatch.setattr(cpu_threads, "MIN_PARALLEL_MACS", 0)
+        num_threads.clear()
         tiny.ask(one)
         tiny.drain(one)
-        assert set(seen) == {2}
+        assert set(num_threads) == {2}
 
 
 def test_other_devices_keep_torchs_threads(tiny, two_threads):

@@ -1,8 +1,8 @@
-"""The program of a worker process: renders chat templates and runs one tokenizer, within bounds.
+"""The program of a text worker: renders chat templates and runs one tokenizer, within bounds.
 
-`workers.Worker` starts it as a script. A message is 4 bytes of length, then JSON. The first message
-configures the worker, every later one is a job. The answer is {"value": ...} or {"error": text}. An
-endless loop, too much memory or a crash ends only this process.
+`text_worker_pool.TextWorker` starts it as a script. A message is 4 bytes of length, then JSON. The
+first message configures the worker, every later one is a job. The answer is {"value": ...} or
+{"error": text}. An endless loop, too much memory or a crash ends only this process.
 """
 
 import base64
@@ -83,11 +83,11 @@ def limit_memory(more_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-class Jobs:
+class TextJobs:
     """The jobs of this process, by name. folder: of the tokenizer, or None."""
 
     def __init__(self, folder: str | None):
-        from onchip.engine.chat import render_template
+        from onchip.engine.chat_template import render_template
         from onchip.engine.tokenizer import FileTokenizer
 
         self._render = render_template
@@ -125,7 +125,7 @@ def main() -> None:
         _stub_packages()
         limit_memory(setup["load_bytes"])
         try:
-            jobs = Jobs(setup["folder"])
+            jobs = TextJobs(setup["folder"])
         except (ValueError, MemoryError) as error:
             send(connection, {"error": str(error) or "the tokenizer needs too much memory"})
             return

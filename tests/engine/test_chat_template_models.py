@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from onchip.engine.chat import render_template
+from onchip.engine.chat_template import render_template
 
 reference = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
 

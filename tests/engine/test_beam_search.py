@@ -1,7 +1,7 @@
 """Which continuations survive, and when the search may end."""
 
 from onchip.engine import BeamSearchParams, Request, Sample, Status
-from onchip.engine.beams import can_stop, choose, select_best
+from onchip.engine.beam_search import can_stop, choose, select_best
 
 
 def searching(width, penalty, *beams):

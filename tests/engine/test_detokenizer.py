@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from onchip.engine.text import Detokenizer, decode_text
+from onchip.engine.detokenizer import Detokenizer, decode_text
 from onchip.engine.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -121,13 +121,13 @@ def test_invalid_bytes_are_shown_eventually_at_bounded_cost():
 
 def stopped(text, stops, prompt="", **options):
     detokenizer = Detokenizer(BYTES, BYTES.encode(prompt), stops)
-    seen = []
+    texts = []
     for token in BYTES.encode(text):
         stop = detokenizer.push([token], **options)
-        seen.append(str(detokenizer.text))
+        texts.append(str(detokenizer.text))
         if stop:
-            return str(detokenizer.text), stop, seen
-    return str(detokenizer.text), detokenizer.finish(), [*seen, str(detokenizer.text)]
+            return str(detokenizer.text), stop, texts
+    return str(detokenizer.text), detokenizer.finish(), [*texts, str(detokenizer.text)]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def stopped(text, stops, prompt="", **options):
         ("STOP", ["STOP"], "", "STOP"),
     ],
 )
-def test_a_stop_text_is_never_seen_not_even_its_beginning(text, stops, expected, which):
+def test_a_stop_string_and_its_beginning_are_never_output(text, stops, expected, which):
     got, stop, seen = stopped(text, stops)
     assert stop == which and seen[-1] == expected
     assert got == expected or which is None

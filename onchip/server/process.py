@@ -145,9 +145,9 @@ class Connection(H11Protocol):
         self._pool.idle.pop(self, None)
         self._pool.idle[self] = None
         self._cancel_timer()
-        self._timer = self.loop.call_later(HEADER_S, self._close_unless_asked, self.cycle)
+        self._timer = self.loop.call_later(HEADER_S, self._close_without_request, self.cycle)
 
-    def _close_unless_asked(self, last: object) -> None:
+    def _close_without_request(self, last: object) -> None:
         if self.cycle is last and (last is None or self.cycle.response_complete):
             self.transport.close()
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from onchip.engine.kv_manager import KVManager
-from onchip.engine.params import BeamSearchParams
 from onchip.engine.request import Request, Sample, Status
+from onchip.engine.sampling_params import BeamSearchParams
 
 
 class Branch(NamedTuple):

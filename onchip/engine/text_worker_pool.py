@@ -1,9 +1,10 @@
-"""Processes that render chat templates and run tokenizers, with bounded time and memory.
+"""Text workers: processes that render chat templates and run tokenizers, with bounded time and
+memory. No model runs in them.
 
 A chat template and a tokenizer.json are programs written by the checkpoint's author, and they run
 on texts of clients. An endless loop in Jinja or Rust cannot be interrupted in a thread, and memory
-cannot be bounded there. A worker is a small process (no torch) that is killed when its job exceeds
-its time or memory; the next job starts another.
+cannot be bounded there. A text worker is a small process (no torch) that is killed when its job
+exceeds its time or memory; the next job starts another.
 """
 
 import os
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onchip.engine import worker
+from onchip.engine import text_worker_main as worker_main
 
 JOB_S = 10.0
 START_S = 120.0  # to load a tokenizer on a busy machine
@@ -36,7 +37,7 @@ class JobEnded(ValueError):
         self.late = late
 
 
-class Worker:
+class TextWorker:
     """One process. folder: of the tokenizer that it loads, None for templates only. Not
     thread-safe.
     """
@@ -46,7 +47,7 @@ class Worker:
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", str(worker.__file__)],
+                [sys.executable, "-I", str(worker_main.__file__)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a panic prints a long trace
@@ -61,8 +62,8 @@ class Worker:
             raise
 
     def run(self, do: str, seconds: float, **job: Any) -> Any:
-        """The result of a job, which is a method of worker.Jobs. ValueError: the job failed. After
-        a JobEnded the process is gone.
+        """The result of a job, which is a method of worker_main.TextJobs. ValueError: the job
+        failed. After a JobEnded the process is gone.
         """
         what = "chat template" if do == "render" else "tokenizer"
         job = {"do": do, "seconds": seconds, **job}
@@ -82,8 +83,8 @@ class Worker:
         end = time.monotonic() + seconds
         try:
             self._connection.settimeout(seconds)
-            worker.send(self._connection, message)
-            answer = worker.receive(lambda count: self._read(count, end))
+            worker_main.send(self._connection, message)
+            answer = worker_main.receive(lambda count: self._read(count, end))
         except TimeoutError:
             self.close()
             raise JobEnded(f"{failure}: not done within {seconds:.3g} s", late=True) from None
@@ -104,7 +105,7 @@ class Worker:
         return self._connection.recv(count)
 
 
-class Workers:
+class TextWorkerPool:
     """At most `count` processes of one kind, started on demand. Thread-safe: more than `count`
     concurrent jobs wait for a free process.
     """
@@ -113,11 +114,11 @@ class Workers:
         self._folder, self._job_bytes, self._job_s = folder, job_bytes, JOB_S
         self._slots = threading.Semaphore(count)
         self._lock = threading.Lock()
-        self._idle: list[Worker] = []
-        self._all: set[Worker] = set()
+        self._idle: list[TextWorker] = []
+        self._open: set[TextWorker] = set()
         self._closed = False
 
-    def __enter__(self) -> "Workers":
+    def __enter__(self) -> "TextWorkerPool":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -126,10 +127,10 @@ class Workers:
     def start(self) -> None:
         """Start one process now, so that the first job does not wait for it."""
         with self._slots:
-            self._give(self._take())
+            self._put_back(self._take())
 
     def run(self, do: str, seconds: float | None = None, **job: Any) -> Any:
-        """Like Worker.run. seconds: time limit once a process is free and started; never more than
+        """Like TextWorker.run. seconds: time limit once a process is free and started; at most
         JOB_S.
         """
         seconds = self._job_s if seconds is None else max(1e-3, min(seconds, self._job_s))
@@ -141,12 +142,12 @@ class Workers:
                 self._drop(process)
                 raise
             except ValueError:
-                self._give(process)
+                self._put_back(process)
                 raise
             except BaseException:
                 self._drop(process)
                 raise
-            self._give(process)
+            self._put_back(process)
             return value
 
     def render(
@@ -168,7 +169,7 @@ class Workers:
         self, text: str, add_special_tokens: bool, seconds: float | None = None
     ) -> list[int]:
         job = {"text": text, "add_special_tokens": add_special_tokens}
-        return worker.unpack_ids(self.run("encode", seconds, **job))
+        return worker_main.unpack_ids(self.run("encode", seconds, **job))
 
     def decode(
         self,
@@ -176,19 +177,22 @@ class Workers:
         skip_special_tokens: bool = True,
         seconds: float | None = None,
     ) -> str:
-        job = {"token_ids": worker.pack_ids(token_ids), "skip_special_tokens": skip_special_tokens}
+        job = {
+            "token_ids": worker_main.pack_ids(token_ids),
+            "skip_special_tokens": skip_special_tokens,
+        }
         return self.run("decode", seconds, **job)
 
     def close(self) -> None:
         """Kill all processes; running jobs raise JobEnded."""
         with self._lock:
-            self._closed, all_of_them = True, list(self._all)
-            self._all.clear()
+            self._closed, processes = True, list(self._open)
+            self._open.clear()
             self._idle.clear()
-        for process in all_of_them:
+        for process in processes:
             process.close()
 
-    def _take(self) -> Worker:
+    def _take(self) -> TextWorker:
         with self._lock:
             if self._closed:
                 raise JobEnded("the workers are closed")
@@ -196,20 +200,20 @@ class Workers:
                 process = self._idle.pop()
                 if process.is_alive:
                     return process
-                self._all.discard(process)  # killed from outside
-        process = Worker(self._folder, self._job_bytes)
+                self._open.discard(process)  # killed from outside
+        process = TextWorker(self._folder, self._job_bytes)
         with self._lock:
-            self._all.add(process)
+            self._open.add(process)
         return process
 
-    def _give(self, process: Worker) -> None:
+    def _put_back(self, process: TextWorker) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(process)
                 return
         process.close()
 
-    def _drop(self, process: Worker) -> None:
+    def _drop(self, process: TextWorker) -> None:
         with self._lock:
-            self._all.discard(process)
+            self._open.discard(process)
         process.close()

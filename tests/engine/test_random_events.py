@@ -162,11 +162,11 @@ def run(engine, alone, options, seed, steps):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_sequence_of_events_gives_the_outputs_of_a_request_alone(engine, alone, shape):
-    seen = run(engine, alone, SHAPES[shape], 1, 300)
+    cases = run(engine, alone, SHAPES[shape], 1, 300)
     expected = {"recomputed", "beams", "forks", "refused", "ended"}
     expected |= {"hit"} if shape != "no_prefixes" else set()
     expected |= {"swapped", "returned"} if "host_pages" in SHAPES[shape] else set()
-    assert all(seen[what] for what in expected), seen
+    assert all(cases[what] for what in expected), cases
 
 
 @pytest.mark.gpu

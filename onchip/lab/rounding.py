@@ -1,4 +1,4 @@
-"""Numbers as a page can show them."""
+"""Round the numbers of the page for JSON, which has no infinity."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from torch import Tensor
 DIGITS = 7  # significant ones, as many as fp32 has
 
 
-def shown(x: float | Tensor | list, digits: int = DIGITS) -> Any:
+def round_significant(x: float | Tensor | list, digits: int = DIGITS) -> Any:
     """Numbers of any nesting, rounded to significant digits; infinities as text."""
     if isinstance(x, Tensor):
-        return shown(x.tolist(), digits)
+        return round_significant(x.tolist(), digits)
     if isinstance(x, list):
-        return [shown(one, digits) for one in x]
+        return [round_significant(item, digits) for item in x]
     return float(f"{x:.{digits}g}") if abs(x) < float("inf") else str(x)

@@ -58,7 +58,7 @@ def test_special_tokens_can_be_shown(llm):
 
 
 def test_a_template_that_loops_is_killed_offline(llm, monkeypatch):
-    monkeypatch.setattr("onchip.engine.workers.JOB_S", 1.0)
+    monkeypatch.setattr("onchip.engine.text_worker_pool.JOB_S", 1.0)
     one = llm()
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(ValueError, match="not done within"):

@@ -1,8 +1,8 @@
 """Chat templates: a conversation rendered to text by the tokenizer's Jinja template, in a sandbox.
 
 The template is a program written by the checkpoint's author. `render` runs it in the calling
-process without bounds on time and memory; `workers.Workers` runs it in a process that can be
-killed.
+process without bounds on time and memory; `text_worker_pool.TextWorkerPool` runs it in a process
+that can be killed.
 """
 
 import json

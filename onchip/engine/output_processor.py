@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+from onchip.engine.detokenizer import Detokenizer, decode_text
 from onchip.engine.request import Request, RequestOutput, Sample, Status
-from onchip.engine.text import Detokenizer, decode_text
 from onchip.engine.tokenizer import Tokenizer
 
 Stop = Callable[[Sample, str], None]  # ends a sample because of this stop string

@@ -19,9 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from onchip.parallel.consistency import ConsistencyCache, check_consistent
-from onchip.parallel.heartbeat import DIAGNOSIS_BEATS, HeartbeatMonitor
-from onchip.parallel.messages import (
+from onchip.parallel.comm_base import (
     CPU,
     CommWork,
     ParallelError,
@@ -29,6 +27,8 @@ from onchip.parallel.messages import (
     PointToPointComm,
     WorkThen,
 )
+from onchip.parallel.consistency import ConsistencyCache, check_consistent
+from onchip.parallel.heartbeat import DIAGNOSIS_BEATS, HeartbeatMonitor
 from onchip.parallel.nccl_watchdog import NcclWatchdog
 
 # Tags of messages; all others have 0. Digests have their own tag, so that a digest never meets the

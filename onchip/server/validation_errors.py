@@ -54,12 +54,12 @@ def explain_errors(
         return APIError(400, "the body is not a request: send an object as application/json")
     name = ".".join(map(str, path))[:100]
     if error["type"] == "extra_forbidden":
-        return APIError(400, _unknown(name, path, fields), param=name)
+        return APIError(400, _explain_unknown(name, path, fields), param=name)
     if error["type"] == "missing":
         return APIError(400, f"{name} is missing: it must be given", param=name)
-    wanted = _wanted(error, path, fields)
-    shown = describe(error.get("input"))
-    return APIError(400, f"{name}={shown} is not served: send {wanted}", param=name)
+    accepted = _accepted(error, path, fields)
+    value = describe(error.get("input"))
+    return APIError(400, f"{name}={value} is not served: send {accepted}", param=name)
 
 
 def describe(value: Any) -> str:
@@ -101,7 +101,7 @@ def _is_type(part: str) -> bool:
     return not part.isidentifier() or part in ("str", "int", "float", "bool") or part[0].isupper()
 
 
-def _wanted(error: Mapping[str, Any], path: Sequence[Any], fields: Mapping[str, Any]) -> str:
+def _accepted(error: Mapping[str, Any], path: Sequence[Any], fields: Mapping[str, Any]) -> str:
     known = _description(path, fields)
     if known is not None:
         return known
@@ -136,7 +136,7 @@ def _inner(annotation: Any) -> Mapping[str, Any]:
     return {}
 
 
-def _unknown(name: str, path: Sequence[Any], fields: Mapping[str, Any]) -> str:
+def _explain_unknown(name: str, path: Sequence[Any], fields: Mapping[str, Any]) -> str:
     message = f"Unrecognized request argument supplied: {name}"
     similar = get_close_matches(str(path[-1])[:64], fields, 1) if len(path) == 1 else []
     return f"{message}; did you mean {similar[0]}?" if similar else message

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import onchip
 from onchip import models
 from onchip.models import ModelConfig, Shard, random_model
-from onchip.parallel.tensor import TensorParallelGroup
+from onchip.parallel.tensor_parallel import TensorParallelGroup
 
 LLAMA = {
     "model_type": "llama",
