@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 import onchip
+from benchmarks.processes import run_processes
 from onchip.cli.bench.harness import Case, Row, Session, Threshold
 from onchip.parallel.attention import context_parallel_attention
 from onchip.parallel.comm import Comm, CommWork, CountingComm, run_ranks
-from onchip.parallel.processes import run_processes
 from onchip.parallel.sharding import LAYOUTS, Layout, as_layout
 from onchip.testing import oracle, rmse
 

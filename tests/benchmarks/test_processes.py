@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
+from benchmarks.processes import run_processes
 from onchip.parallel.comm import ParallelError
-from onchip.parallel.processes import run_processes
 
 
 def ranks_before(comm, factor):

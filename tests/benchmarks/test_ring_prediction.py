@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onchip.parallel.machines import H200, LINKS, ROUNDS_PER_MERGE, Fabric, StorageTier
-from onchip.parallel.predict import (
+from benchmarks.ring_prediction import (
     TIER,
     Slabs,
     predict,
@@ -15,6 +14,7 @@ from onchip.parallel.predict import (
     six_blocks_bytes,
     stored_bytes,
 )
+from onchip.parallel.machines import H200, LINKS, ROUNDS_PER_MERGE, Fabric, StorageTier
 from onchip.parallel.simulate import LAYOUTS, LayerShape, RingStep, Timeline
 
 NODES = Fabric(LINKS["NVLink 4"], LINKS["InfiniBand NDR"])
