@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.hide_condition import hide_length, hides, unhidden
 from benchmarks.ring_prediction import predict, resident_bytes, six_blocks_bytes, stored_bytes
 from onchip.cli.bench.harness import Case, Row, Session, Threshold
 from onchip.parallel.machines import H200, LENGTHS, LINKS, Fabric, KernelRates, Link, Machine
-from onchip.parallel.simulate import LAYOUTS, RingStep, Timeline, hide_length, hides, unhidden
+from onchip.parallel.simulate import LAYOUTS, RingStep, Timeline
 
 DEVICES, CONTEXTS = (1, 8, 64, 1024), (10**5, 10**6, 10**7, 10**8, 10**10, 10**12)
 SCALED, SCALES = 10**6, tuple(2**i for i in range(11))

@@ -49,7 +49,7 @@ from onchip.core.validation import describe
 from onchip.masks import BlockMask, Mask
 from onchip.masks.nodes import Grid, Interval, Node, both, build
 from onchip.masks.submask import node_of, submask
-from onchip.parallel.sharding import Layout, documents_of, visible_cells
+from onchip.parallel.sharding import Layout, documents_of
 
 KV = tuple[Tensor, Tensor]  # keys and values, or dk and dv
 OutLse = tuple[Tensor, Tensor]  # (batch, seqlen, heads, dim) and (batch, heads, seqlen)
@@ -106,18 +106,6 @@ class Round(NamedTuple):
     window_size: Window = (None, None)
     mask: BlockMask | None = None
     positions: tuple[Tensor, Tensor] | None = None
-
-    def count_pairs(self, planes: tuple[int, int]) -> int:
-        """Visible (query, key) pairs over all of (batch, heads)."""
-        batch, heads = planes
-        if self.mask is not None:
-            planes_b, planes_h = self.mask.shape[:2]
-            return int(visible_cells(self.mask).sum()) * (batch // planes_b) * (heads // planes_h)
-        rows, keys = (s.stop - s.start for s in (self.rows, self.keys))
-        lo, hi = GlobalMask(keys, self.causal, self.window_size).key_ranges(
-            torch.arange(rows) + keys - rows
-        )
-        return batch * heads * int((hi - lo).clamp(min=0).sum())
 
 
 class RingSchedule(NamedTuple):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.parallel.machines import H200, Fabric, Link, Machine
+from onchip.parallel.machines import H200, Fabric, Machine
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 FP32 = 4
@@ -120,13 +120,6 @@ def rounds(step: RingStep) -> RoundKinds:
     )
 
 
-def balance(step: RingStep) -> float:
-    """Pairs of the busiest device over the mean."""
-    own, lower, upper = (r.pairs for r in rounds(step))
-    last = step.num_devices - 1
-    return (own + last * max(lower, upper)) / (own + last * (lower + upper) / 2)
-
-
 def rate(step: RingStep, kind: SimulatedRound, machine: Machine = H200) -> float:
     """flop/s of the kernel in a round of this kind."""
     kernel = machine.kernel(step.backward, kind.causal, step.shape.head_dim)
@@ -153,48 +146,6 @@ def merge_seconds(step: RingStep, kind: SimulatedRound, machine: Machine = H200)
     else:
         moved = 0 if kind.first else machine.merge_moves * shape.q_elements * kind.queries
     return FP32 * moved / machine.memory_bytes_s
-
-
-def hide_factor(step: RingStep) -> float:
-    """k in the hide condition c >= k (H_kv / H_q) F / B: bytes over flops of the lightest round, in
-    units of a full forward round in 16 bits.
-
-    Forward it is itemsize / 2. Causal doubles it, because half of the pairs are visible. Backward
-    it is (itemsize + 4) / 5, because dK and dV are fp32 and a pair takes 10 instead of 4 flops.
-    """
-    message = step.shape.itemsize + (FP32 if step.backward else 0)
-    flops = BACKWARD_FLOPS if step.backward else FORWARD_FLOPS
-    return message / 2 * FORWARD_FLOPS / flops * (2 if step.causal else 1)
-
-
-def hides(step: RingStep, link: Link, machine: Machine = H200) -> bool:
-    """The hide condition: no message takes longer than its round's kernel, latency aside."""
-    message = (step.kv_bytes + step.dkv_bytes) / link.bytes_s
-    flops = (kind.pairs * step.pair_flops / rate(step, kind, machine) for kind in _busy(step))
-    return step.num_devices == 1 or message <= min(flops)
-
-
-def unhidden(step: RingStep, link: Link) -> float:
-    """The most seconds exposed if the condition holds: the latency of every message, and the last
-    hop of dK and dV, with which no kernel overlaps.
-    """
-    if step.num_devices == 1:
-        return 0.0
-    messages = (2 if step.backward else 1) * step.num_devices
-    return messages * link.latency_s + step.dkv_bytes / link.bytes_s
-
-
-def hide_length(step: RingStep, link: Link, machine: Machine = H200) -> float:
-    """The chunk from which on messages are hidden: hide_factor (H_kv / H_q) F / B, with F the rate
-    of long calls. Shorter calls are slower, so that a smaller chunk may be enough.
-    """
-    heads = step.shape.num_kv_heads / step.shape.num_heads
-    best = machine.best(step.backward, step.shape.head_dim)
-    return hide_factor(step) * heads * best / link.bytes_s
-
-
-def _busy(step: RingStep) -> list[SimulatedRound]:
-    return [kind for kind in rounds(step) if kind.pairs]
 
 
 Key = tuple[str, int]  # kind of event, round

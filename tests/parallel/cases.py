@@ -10,7 +10,8 @@ import onchip
 from onchip import masks
 from onchip.parallel import context_parallel_attention
 from onchip.parallel.comm import run_ranks
-from onchip.parallel.sharding import balanced, contiguous, striped, zigzag
+from onchip.parallel.rounds import GlobalMask
+from onchip.parallel.sharding import balanced, contiguous, striped, visible_cells, zigzag
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 MASKS = {
@@ -46,6 +47,16 @@ OPTIONS = [
     {"mask": "dense", "causal": True},
 ]
 PACKED = [o for o in OPTIONS if "mask" not in o]
+
+
+def count_pairs(round):
+    """Visible (query, key) pairs of one head in a round of the ring."""
+    if round.mask is not None:
+        return int(visible_cells(round.mask).sum())
+    rows, keys = (s.stop - s.start for s in (round.rows, round.keys))
+    mask = GlobalMask(keys, round.causal, round.window_size)
+    lo, hi = mask.key_ranges(torch.arange(rows) + keys - rows)
+    return int((hi - lo).clamp(min=0).sum())
 
 
 @dataclass(frozen=True)

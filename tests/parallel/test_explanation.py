@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from benchmarks.hide_condition import hide_length, hides
 from onchip import masks
 from onchip.parallel import context_parallel_attention, explain
 from onchip.parallel.comm import CountingComm, run_ranks
 from onchip.parallel.machines import H200, LINKS, Link
 from onchip.parallel.sharding import LAYOUTS
-from onchip.parallel.simulate import LayerShape, RingStep, hide_length, hides
+from onchip.parallel.simulate import LayerShape, RingStep
 
 
 def meta(seqlen, heads, head_dim=128):

@@ -27,6 +27,7 @@ from tests.parallel.cases import (
     check_case,
     check_in_process,
     check_rmse,
+    count_pairs,
     on_rank,
 )
 
@@ -207,7 +208,7 @@ def pairs_computed(monkeypatch, name, size, seqlen):
 
     def counting(call, round, *qkv):
         me = threading.get_ident()
-        done[me] = done.get(me, 0) + round.count_pairs((1, 1))
+        done[me] = done.get(me, 0) + count_pairs(round)
         return attend(call, round, *qkv)
 
     monkeypatch.setattr(rounds, "attend", counting)
@@ -260,7 +261,7 @@ def test_a_round_shows_the_cells_of_the_global_mask(data):
     round = plan_round(global_mask, rows, cols, CPU)
     if round is not None:
         visible[round.rows, round.keys] = expanded(round)
-        assert round.count_pairs((1, 1)) == int(want.sum())
+        assert count_pairs(round) == int(want.sum())
     assert torch.equal(visible, want)
 
 
