@@ -102,18 +102,10 @@ def cpu_forward(
 
 
 def cpu_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Tensor | None = None,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    dropout_p: float, is_causal: bool, *, attn_mask: Tensor | None = None,
     scale: float | None = None,
-) -> Grads:
+) -> Grads:  # fmt: skip
     """aten::_scaled_dot_product_flash_attention_for_cpu_backward"""
     if dropout_p:
         raise UnsupportedError(f"{dropout_p=}: this operator hands no seed to its gradient")
@@ -144,23 +136,10 @@ def flash_forward(
 
 
 def flash_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> Grads:
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float,
+    is_causal: bool, philox_seed: Tensor, philox_offset: Tensor, *, scale: float | None = None,
+) -> Grads:  # fmt: skip
     """aten::_scaled_dot_product_flash_attention_backward"""
     call = SdpaCall(query, key, value, None, dropout_p, is_causal, scale, top_left=False)
     seed = philox_seed.view(torch.int64).flatten()[0]
@@ -169,16 +148,9 @@ def flash_backward(
 
 
 def efficient_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple:
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, compute_log_sumexp: bool,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+) -> tuple:  # fmt: skip
     """aten::_scaled_dot_product_efficient_attention; its lse is padded to multiples of 32."""
     call = SdpaCall(query, key, value, attn_bias, dropout_p, is_causal, scale)
     seed = _draw_seed(call)
@@ -191,21 +163,10 @@ def efficient_forward(
 
 
 def efficient_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    dropout_p: float,
-    grad_input_mask: Sequence[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> Grads:
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None,
+    out: Tensor, logsumexp: Tensor, philox_seed: Tensor, philox_offset: Tensor, dropout_p: float,
+    grad_input_mask: Sequence[bool], is_causal: bool = False, *, scale: float | None = None,
+) -> Grads:  # fmt: skip
     """aten::_scaled_dot_product_efficient_attention_backward"""
     bias = None if attn_bias is None or not attn_bias.numel() else attn_bias
     call = SdpaCall(query, key, value, bias, dropout_p, is_causal, scale)
@@ -221,17 +182,10 @@ def cudnn_forward(*args: Any, **options: Any) -> tuple:
 
 
 def math_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    dropout_mask: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, dropout_mask: Tensor | None = None, *,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """aten::_scaled_dot_product_attention_math, for calls that no fused operator of torch takes.
     Autograd is below it. The second result would be the weights, which the function drops: they are
     not computed, and NaN for a caller of the operator itself.
@@ -246,15 +200,9 @@ def math_forward(
 
 
 def math_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> SdpaCall:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, enable_gqa: bool,
+) -> SdpaCall:  # fmt: skip
     """The call in rank 4 with contiguous last dimensions. Refused where torch's path is faster, or
     raises the right error.
     """

@@ -103,18 +103,8 @@ def context_parallel_attention(
         strategy, ranks, q.shape[-2], k.shape[-2], count_hops(sequence.layout, global_mask)
     )
     before_backward = lambda: ranks.check_consistent({"pass": "backward", **fields}, q.device)
-    out, lse = run_strategy(
-        *(
-            choice,
-            ranks,
-            sequence.layout,
-            global_mask,
-            round_options,
-            x,
-            out_dtype or q.dtype,
-            before_backward,
-        )
-    )
+    call = ranks, sequence.layout, global_mask, round_options, x
+    out, lse = run_strategy(choice, *call, out_dtype or q.dtype, before_backward)
     if cu_seqlens is not None:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -185,16 +175,8 @@ def make_global_mask(
         if isinstance(mask, BlockMask):
             _check_fit(mask, (*planes, sequence.seqlen, sequence.seqlen))
     uses_positions = bool(options.dropout_p) or x.alibi_slopes is not None
-    window = options.window_size
-    return GlobalMask(
-        sequence.seqlen,
-        options.causal,
-        tuple(window),
-        sequence.documents,
-        mask,
-        planes,
-        uses_positions,
-    )
+    seen = options.causal, tuple(options.window_size), sequence.documents, mask
+    return GlobalMask(sequence.seqlen, *seen, planes, uses_positions)
 
 
 def _check_fit(mask: BlockMask, shape: tuple[int, int, int, int]) -> None:

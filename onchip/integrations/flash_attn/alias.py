@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 
 from onchip.integrations.flash_attn.names import FLASH_ATTN, FLASH_ATTN_3, UNSUPPORTED
@@ -27,7 +28,7 @@ def install(*, transformers: bool = False, flash_attn_3: bool = False) -> None:
     real module of these names is loaded, because programs keep references to its functions.
     """
     requested = FLASH_ATTN | (FLASH_ATTN_3 if flash_attn_3 else {})
-    missing = {name: row for name, row in requested.items() if not _is_alias(name)}
+    missing = {name: names for name, names in requested.items() if not _is_alias(name)}
     _refuse_real_modules(missing)
     sys.modules.update(_build(missing))
     if _FINDER not in sys.meta_path:
@@ -83,9 +84,9 @@ def _refuse_real_modules(names: dict) -> None:
             )
 
 
-def _build(rows: dict[str, tuple[str, dict[str, str]]]) -> dict[str, Alias]:
+def _build(rows: dict[str, dict[str, str]]) -> dict[str, Alias]:
     """The modules of rows; each is an attribute of its parent."""
-    modules = {name: _module(name, *row) for name, row in rows.items()}
+    modules = {name: _module(name, names) for name, names in rows.items()}
     for name, module in modules.items():
         parent, _, last = name.rpartition(".")
         if parent:
@@ -95,14 +96,15 @@ def _build(rows: dict[str, tuple[str, dict[str, str]]]) -> dict[str, Alias]:
     return modules
 
 
-def _module(name: str, source: str, names: dict[str, str]) -> Alias:
-    ours = import_module(f".{source}", _HERE)
+def _module(name: str, names: dict[str, str]) -> Alias:
+    here = import_module(_HERE).__file__
     module = Alias(name, f"{name}, computed by onchip: see onchip.integrations.flash_attn.")
     # All are packages: `from module import name` then calls the finder for a missing name.
-    module.__spec__ = ModuleSpec(name, None, origin=ours.__file__, is_package=True)
-    module.__file__, module.__path__ = ours.__file__, []
+    module.__spec__ = ModuleSpec(name, None, origin=here, is_package=True)
+    module.__file__, module.__path__ = here, []
     public = [theirs for theirs in names if not theirs.startswith("_")]
-    module.__dict__.update({t: getattr(ours, o) for t, o in names.items()}, __all__=public)
+    found = {theirs: resolve_name(f"{_HERE}.{ours}") for theirs, ours in names.items()}
+    module.__dict__.update(found, __all__=public)
     return module
 
 

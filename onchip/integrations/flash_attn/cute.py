@@ -11,90 +11,36 @@ from torch import Tensor
 from onchip.core import functional
 from onchip.core.problem import UnsupportedError
 from onchip.core.validation import check_offsets_tensor
-from onchip.integrations.flash_attn.hopper import check_no_gradient, flash_attn_combine, refuse
+from onchip.integrations.flash_attn.hopper import check_no_gradient, refuse
 from onchip.integrations.flash_attn.options import contiguous
-
-__all__ = ["check_head_dims", "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
 
 NO_WINDOW = (None, None)
 OutLse = tuple[Tensor, Tensor | None]
 
 
 def flash_attn_func(
-    q,
-    k,
-    v,
-    qv=None,
-    gather_kv_indices=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=NO_WINDOW,
-    learnable_sink=None,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    score_mod=None,
-    score_mod_bwd=None,
-    mask_mod=None,
-    aux_tensors=None,
-    aux_scalars=None,
-    block_sparse_tensors=None,
-    block_sparse_tensors_bwd=None,
-    return_lse=False,
-) -> OutLse:
+    q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False,
+    window_size=NO_WINDOW, learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None,
+    deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None,
+    aux_scalars=None, block_sparse_tensors=None, block_sparse_tensors_bwd=None, return_lse=False,
+) -> OutLse:  # fmt: skip
     """onchip.attention; window_size: None is no bound. learnable_sink: sinks."""
     refuse(qv=qv, gather_kv_indices=gather_kv_indices)
     _refuse_programs(score_mod, mask_mod, block_sparse_tensors)
     q, k, v = map(contiguous, (q, k, v))
-    result = functional.attention(
-        q,
-        k,
-        v,
-        softmax_scale=softmax_scale,
-        causal=bool(causal),
-        window_size=_window(window_size),
-        softcap=softcap or 0.0,
-        sinks=_sinks(learnable_sink),
-        deterministic=bool(deterministic),
-        return_lse=bool(return_lse),
-    )
+    call = _options(softmax_scale, causal, window_size, softcap, learnable_sink, deterministic)
+    result = functional.attention(q, k, v, **call, return_lse=bool(return_lse))
     return _as_pair(result, return_lse)
 
 
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    qv=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    min_seqlen_k=None,
-    seqused_q=None,
-    seqused_k=None,
-    gather_kv_indices=None,
-    page_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=NO_WINDOW,
-    learnable_sink=None,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    score_mod=None,
-    score_mod_bwd=None,
-    mask_mod=None,
-    block_sparse_tensors=None,
-    aux_tensors=None,
-    aux_scalars=None,
-    return_lse=False,
-    scheduler_metadata=None,
-    seqlen_k_per_split=None,
-    disable_scheduler_metadata=False,
-) -> OutLse:
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+    min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None,
+    softmax_scale=None, causal=False, window_size=NO_WINDOW, learnable_sink=None, softcap=0.0,
+    num_splits=1, pack_gqa=None, deterministic=False, score_mod=None, score_mod_bwd=None,
+    mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False,
+    scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False,
+) -> OutLse:  # fmt: skip
     """onchip.varlen_attention; with page_table (batch, max_pages) and seqused_k (batch,), or
     cu_seqlens_k, paged_attention without gradient. Missing max_seqlens are read from the offsets,
     which synchronises a GPU.
@@ -102,15 +48,8 @@ def flash_attn_varlen_func(
     refuse(qv=qv, gather_kv_indices=gather_kv_indices, seqused_q=seqused_q)
     _refuse_programs(score_mod, mask_mod, block_sparse_tensors)
     q, k, v = map(contiguous, (q, k, v))
-    call = {
-        "softmax_scale": softmax_scale,
-        "causal": bool(causal),
-        "window_size": _window(window_size),
-        "softcap": softcap or 0.0,
-        "sinks": _sinks(learnable_sink),
-        "deterministic": bool(deterministic),
-        "return_lse": bool(return_lse),
-    }
+    call = _options(softmax_scale, causal, window_size, softcap, learnable_sink, deterministic)
+    call["return_lse"] = bool(return_lse)
     if page_table is not None:
         check_no_gradient("page_table", q, k, v)
         with torch.no_grad():
@@ -151,13 +90,17 @@ def _refuse_programs(score_mod, mask_mod, block_sparse_tensors) -> None:
             )
 
 
-def _window(window_size) -> tuple[int | None, int | None]:
+def _options(softmax_scale, causal, window_size, softcap, learnable_sink, deterministic) -> dict:
+    """The options of onchip.attention."""
     left, right = (None if side is None or side < 0 else int(side) for side in window_size)
-    return left, right
-
-
-def _sinks(learnable_sink: Tensor | None) -> Tensor | None:
-    return None if learnable_sink is None else learnable_sink.float()
+    return {
+        "softmax_scale": softmax_scale,
+        "causal": bool(causal),
+        "window_size": (left, right),
+        "softcap": softcap or 0.0,
+        "sinks": None if learnable_sink is None else learnable_sink.float(),
+        "deterministic": bool(deterministic),
+    }
 
 
 def _as_pair(result: Tensor | tuple, return_lse: bool) -> OutLse:

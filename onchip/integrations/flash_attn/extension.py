@@ -9,6 +9,8 @@ from torch import Tensor
 from onchip.core.problem import UnsupportedError
 from onchip.integrations.flash_attn import primitives
 
+USE_TRITON_ROCM = False  # flash_attn's kernels for AMD; onchip has its own dispatch
+
 
 def fwd(
     q, k, v, out_, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left,

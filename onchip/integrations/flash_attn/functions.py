@@ -7,8 +7,6 @@ from torch import Tensor
 
 from onchip.core import functional
 from onchip.core.problem import UnsupportedError
-from onchip.core.validation import check_offsets_tensor
-from onchip.integrations.flash_attn.cache import check_pages, check_table
 from onchip.integrations.flash_attn.options import (
     FlashArguments,
     Lengths,
@@ -16,197 +14,90 @@ from onchip.integrations.flash_attn.options import (
     contiguous,
     flash_lse,
 )
+from onchip.integrations.flash_attn.primitives import attend_in_pages
 from onchip.integrations.flash_attn.s_dmask import dense_s_dmask, packed_s_dmask
 
 FlashResult = Tensor | tuple[Tensor, ...]
 
 
 def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-) -> FlashResult:
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+) -> FlashResult:  # fmt: skip
     """onchip.attention with flash_attn's arguments.
 
     q: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, kv_heads, head_dim).
     return_attn_probs: (out, softmax_lse, S_dmask). softmax_lse: (batch, heads, seqlen_q), +inf for
     a row that sees no key. S_dmask: empty without dropout, else see s_dmask.py.
     """
-    arguments = FlashArguments(
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    score = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+    arguments = FlashArguments(*score, deterministic, return_attn_probs)
     return _dense(q, k, v, arguments)
 
 
 def flash_attn_kvpacked_func(
-    q,
-    kv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-) -> FlashResult:
+    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+) -> FlashResult:  # fmt: skip
     """flash_attn_func of kv (batch, seqlen_k, 2, kv_heads, head_dim)."""
-    k, v = unpack("kv", kv, 2, 5)
-    arguments = FlashArguments(
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
-    return _dense(q, k, v, arguments)
+    score = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+    arguments = FlashArguments(*score, deterministic, return_attn_probs)
+    return _dense(q, *unpack("kv", kv, 2, 5), arguments)
 
 
 def flash_attn_qkvpacked_func(
-    qkv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-) -> FlashResult:
+    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+) -> FlashResult:  # fmt: skip
     """flash_attn_func of qkv (batch, seqlen, 3, heads, head_dim)."""
-    q, k, v = unpack("qkv", qkv, 3, 5)
-    arguments = FlashArguments(
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
-    return _dense(q, k, v, arguments)
+    score = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+    arguments = FlashArguments(*score, deterministic, return_attn_probs)
+    return _dense(*unpack("qkv", qkv, 3, 5), arguments)
 
 
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
-) -> FlashResult:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, block_table=None,
+) -> FlashResult:  # fmt: skip
     """onchip.varlen_attention with flash_attn's arguments; with block_table, paged_attention.
 
     q: (total_q, heads, head_dim); k, v: (total_k, kv_heads, head_dim), with block_table (batch,
     max_blocks) int32: (num_blocks, block_size, kv_heads, head_dim), no gradient and no dropout.
     return_attn_probs: softmax_lse is (heads, total_q), S_dmask 0 outside of a sequence.
     """
-    arguments = FlashArguments(
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    score = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+    arguments = FlashArguments(*score, deterministic, return_attn_probs)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if block_table is None:
         return _packed(q, k, v, lengths, arguments)
     if dropout_p:
         raise UnsupportedError(f"{dropout_p=} with block_table: pages are read without dropout")
-    return _paged(q, (k, v, block_table), lengths, arguments)
+    return _paged(q, k, v, lengths, arguments, block_table)
 
 
 def flash_attn_varlen_kvpacked_func(
-    q,
-    kv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-) -> FlashResult:
+    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False,
+) -> FlashResult:  # fmt: skip
     """flash_attn_varlen_func of kv (total_k, 2, kv_heads, head_dim)."""
-    k, v = unpack("kv", kv, 2, 4)
-    arguments = FlashArguments(
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    score = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+    arguments = FlashArguments(*score, deterministic, return_attn_probs)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return _packed(q, k, v, lengths, arguments)
+    return _packed(q, *unpack("kv", kv, 2, 4), lengths, arguments)
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv,
-    cu_seqlens,
-    max_seqlen,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
+    qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
     return_attn_probs=False,
-) -> FlashResult:
+) -> FlashResult:  # fmt: skip
     """flash_attn_varlen_func of qkv (total, 3, heads, head_dim)."""
-    q, k, v = unpack("qkv", qkv, 3, 4)
-    arguments = FlashArguments(
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    score = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+    arguments = FlashArguments(*score, deterministic, return_attn_probs)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return _packed(q, k, v, lengths, arguments)
+    return _packed(*unpack("qkv", qkv, 3, 4), lengths, arguments)
 
 
 def unpack(name: str, t: Tensor, count: int, rank: int) -> tuple[Tensor, ...]:
@@ -242,28 +133,9 @@ def _packed(
 
 
 @torch.no_grad()
-def _paged(
-    q: Tensor, pages: tuple[Tensor, ...], lengths: Lengths, arguments: FlashArguments
-) -> FlashResult:
+def _paged(q, k, v, lengths: Lengths, arguments: FlashArguments, block_table) -> FlashResult:
     """Without gradient even if an input requires one: flash_attn's backward has no block_table."""
-    k, v, block_table = pages
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, _ = lengths
-    check_offsets_tensor("cu_seqlens_k", cu_seqlens_k, q)
-    check_table(block_table, len(cu_seqlens_k) - 1)
-    cache_seqlens = cu_seqlens_k.diff()
-    check_pages(k, block_table, cache_seqlens, cu_seqlens_q.diff(), arguments)
-    result = functional.paged_attention(
-        contiguous(q),
-        k,
-        v,
-        block_table,
-        cache_seqlens,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=as_int(max_seqlen_q),
-        **arguments.scores,
-        return_lse=bool(arguments.return_attn_probs),
-    )
-    if not arguments.return_attn_probs:
-        return result
-    out, lse = result
-    return out, flash_lse(lse), q.new_empty(0)
+    lengths, used = (*lengths[:2], as_int(lengths[2]), lengths[3]), (block_table, None, None)
+    return_lse = bool(arguments.return_attn_probs)
+    result = attend_in_pages(contiguous(q), k, v, lengths, arguments, used, return_lse)
+    return (result[0], flash_lse(result[1]), q.new_empty(0)) if return_lse else result

@@ -3,7 +3,7 @@ onchip's. num_splits, pack_gqa, sm_margin and scheduler_metadata tune its kernel
 decides, and num_splits=1 over a cache gives results that do not depend on the rest of the batch.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from onchip.integrations.flash_attn.functions import unpack
 from onchip.integrations.flash_attn.kvcache import flash_attn_with_kvcache as with_kvcache
 from onchip.integrations.flash_attn.options import (
     FlashArguments,
-    Lengths,
     as_int,
     contiguous,
     onchip_lse,
@@ -25,24 +24,10 @@ NO_WINDOW = (-1, -1)
 
 
 def flash_attn_func(
-    q,
-    k,
-    v,
-    softmax_scale=None,
-    causal=False,
-    qv=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    window_size=NO_WINDOW,
-    attention_chunk=0,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    sm_margin=0,
-    return_attn_probs=False,
-):
+    q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None,
+    v_descale=None, window_size=NO_WINDOW, attention_chunk=0, softcap=0.0, num_splits=1,
+    pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
+):  # fmt: skip
     """onchip.attention: out, or with return_attn_probs (out, softmax_lse)."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     refuse(attention_chunk=attention_chunk or None)
@@ -53,20 +38,10 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(
-    qkv,
-    softmax_scale=None,
-    causal=False,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    window_size=NO_WINDOW,
-    attention_chunk=0,
-    softcap=0.0,
-    deterministic=False,
-    num_heads_q=None,
-    sm_margin=0,
-    return_attn_probs=False,
-):
+    qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None,
+    window_size=NO_WINDOW, attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None,
+    sm_margin=0, return_attn_probs=False,
+):  # fmt: skip
     """flash_attn_func of qkv (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q +
     2 kv_heads, head_dim) with num_heads_q.
     """
@@ -81,30 +56,11 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    seqused_q=None,
-    seqused_k=None,
-    softmax_scale=None,
-    causal=False,
-    qv=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    window_size=NO_WINDOW,
-    attention_chunk=0,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    sm_margin=0,
-    return_attn_probs=False,
-):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+    softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+    window_size=NO_WINDOW, attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None,
+    deterministic=False, sm_margin=0, return_attn_probs=False,
+):  # fmt: skip
     """onchip.varlen_attention. seqused_k: int32 (batch,), the number of keys used of each sequence;
     without gradient.
     """
@@ -125,37 +81,13 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    qv=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    page_table=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k_new=None,
-    max_seqlen_q=None,
-    rotary_seqlens=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=NO_WINDOW,
-    attention_chunk=0,
-    softcap=0.0,
-    rotary_interleaved=True,
-    scheduler_metadata=None,
-    num_splits=0,
-    pack_gqa=None,
-    sm_margin=0,
-    return_softmax_lse=False,
-):
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
+    cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
+    cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
+    q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+    window_size=NO_WINDOW, attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+):  # fmt: skip
     """flash_attn_with_kvcache of FlashAttention-2 with page_table for its block_table; packed q
     (total_q, heads, head_dim) with cu_seqlens_q and max_seqlen_q over pages as well. With
     return_softmax_lse upstream appends two empty tensors to (out, softmax_lse), and so does this.
@@ -175,12 +107,12 @@ def flash_attn_with_kvcache(
         if page_table is None or not isinstance(cache_seqlens, Tensor):
             raise UnsupportedError("cu_seqlens_q needs page_table and a tensor of cache_seqlens")
         arguments = FlashArguments(0.0, softmax_scale, causal, window_size, softcap)
-        out, lse = _attend_packed(
-            q,
-            (k_cache, v_cache, page_table, cache_seqlens),
-            (cu_seqlens_q, max_seqlen_q),
-            arguments,
-        )
+        cache = k_cache, v_cache, page_table, cache_seqlens
+        queries = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": as_int(max_seqlen_q)}
+        with torch.no_grad():
+            out, lse = functional.paged_attention(
+                contiguous(q), *cache, **queries, **arguments.scores, return_lse=True
+            )
     return (out, lse, q.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
 
@@ -195,68 +127,23 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
 
 
 def get_scheduler_metadata(
-    batch_size,
-    max_seqlen_q,
-    max_seqlen_k,
-    num_heads_q,
-    num_heads_kv,
-    headdim,
-    cache_seqlens,
-    qkv_dtype=torch.bfloat16,
-    headdim_v=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k_new=None,
-    cache_leftpad=None,
-    page_size=None,
-    max_seqlen_k_new=0,
-    causal=False,
-    window_size=NO_WINDOW,
-    attention_chunk=0,
-    has_softcap=False,
-    num_splits=0,
-    pack_gqa=None,
-    sm_margin=0,
-) -> Tensor:
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,
+    qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+    cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=NO_WINDOW,
+    attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
+) -> Tensor:  # fmt: skip
     """An empty int32 tensor as scheduler_metadata: calls here do not need it."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
 def flash_attn_forward(
-    q,
-    k,
-    v,
-    k_new=None,
-    v_new=None,
-    qv=None,
-    out_=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    cu_seqlens_k_new=None,
-    seqused_q=None,
-    seqused_k=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    page_table=None,
-    kv_batch_idx=None,
-    leftpad_k=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    seqlens_rotary=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    softmax_scale=None,
-    causal=False,
-    window_size_left=-1,
-    window_size_right=-1,
-    attention_chunk=0,
-    softcap=0.0,
-    rotary_interleaved=True,
-    scheduler_metadata=None,
-    num_splits=1,
-    pack_gqa=None,
-    sm_margin=0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
+    cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+    page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None,
+    seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+    causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0,
+    rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, softmax_lse, two empty tensors) of any call, without autograd. out_: gets out."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     refuse(attention_chunk=attention_chunk or None, seqused_q=seqused_q)
@@ -266,7 +153,13 @@ def flash_attn_forward(
         if cu_seqlens_k is not None:
             refuse("with cu_seqlens_k", k_new=k_new, page_table=page_table)
             lengths = cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k)
-            out, lse = _attend_varlen(q, k, v, lengths, arguments, (None, leftpad_k, seqused_k))
+            qkv = map(contiguous, (q, k, v))
+            if leftpad_k is None and seqused_k is None:
+                call = arguments.options | {"return_lse": True}
+                out, lse = functional.varlen_attention(*qkv, *lengths, **call)
+            else:
+                used = None, leftpad_k, seqused_k
+                out, lse = attend_in_pages(*qkv, lengths, arguments, used)
         elif k_new is None and page_table is None and seqused_k is None:
             q, k, v = map(contiguous, (q, k, v))
             out, lse = functional.attention(q, k, v, **arguments.options, return_lse=True)
@@ -288,29 +181,11 @@ def flash_attn_forward(
 
 
 def flash_attn_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    sequed_q=None,
-    sequed_k=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    dq=None,
-    dk=None,
-    dv=None,
-    softmax_scale=None,
-    is_causal=False,
-    window_size_left=-1,
-    window_size_right=-1,
-    softcap=0.0,
-    deterministic=False,
-    sm_margin=0,
-) -> Tensor:
+    dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None,
+    sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None,
+    softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
+    deterministic=False, sm_margin=0,
+) -> Tensor:  # fmt: skip
     """Write the gradients into dq, dk and dv, if given; return rowsum(out * dout), shaped as
     softmax_lse.
     """
@@ -340,26 +215,3 @@ def check_no_gradient(name: str, *tensors: Tensor) -> None:
             f"{name} has no gradient: call under torch.no_grad(), or pack the sequences and give"
             " their lengths in cu_seqlens"
         )
-
-
-def _attend_varlen(
-    q, k, v, lengths: Lengths, arguments: FlashArguments, used
-) -> tuple[Tensor, Tensor]:
-    q, k, v = map(contiguous, (q, k, v))
-    if any(t is not None for t in used):
-        return attend_in_pages(q, k, v, lengths, arguments, used)
-    result = functional.varlen_attention(q, k, v, *lengths, **arguments.options, return_lse=True)
-    return cast(tuple[Tensor, Tensor], result)
-
-
-@torch.no_grad()
-def _attend_packed(q, cache, queries, arguments: FlashArguments) -> tuple[Tensor, Tensor]:
-    """Packed queries over pages."""
-    cu_seqlens_q, max_seqlen_q = queries
-    k_pages, v_pages, page_table, cache_seqlens = cache
-    packed = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": as_int(max_seqlen_q)}
-    pages = k_pages, v_pages, page_table, cache_seqlens
-    result = functional.paged_attention(
-        contiguous(q), *pages, **packed, **arguments.scores, return_lse=True
-    )
-    return cast(tuple[Tensor, Tensor], result)

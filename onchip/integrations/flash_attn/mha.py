@@ -11,30 +11,11 @@ from onchip.core import functional
 from onchip.core.problem import UnsupportedError
 from onchip.integrations.flash_attn.functions import (
     flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
 from onchip.integrations.flash_attn.kvcache import flash_attn_with_kvcache
 from onchip.integrations.flash_attn.rotary import RotaryEmbedding
-
-__all__ = [
-    "MHA",
-    "CrossAttention",
-    "FlashCrossAttention",
-    "FlashSelfAttention",
-    "SelfAttention",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-    "get_alibi_slopes",
-]
 
 NO_WINDOW = (-1, -1)
 
@@ -106,15 +87,9 @@ class FlashCrossAttention(_AttentionModule):
         super().__init__(*score, window_size, alibi_slopes, deterministic)
 
     def forward(
-        self,
-        q,
-        kv,
-        causal=None,
-        cu_seqlens=None,
-        max_seqlen=None,
-        cu_seqlens_k=None,
+        self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None,
         max_seqlen_k=None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """q: (batch, seqlen_q, heads, head_dim); kv: (batch, seqlen_k, 2, kv_heads, head_dim); or
         both packed.
         """
@@ -178,31 +153,12 @@ class MHA(nn.Module):
     """
 
     def __init__(
-        self,
-        embed_dim,
-        num_heads,
-        num_heads_kv=None,
-        cross_attn=False,
-        qkv_proj_bias=True,
-        out_proj_bias=True,
-        dropout=0.0,
-        softmax_scale=None,
-        causal=False,
-        layer_idx=None,
-        dwconv=False,
-        rotary_emb_dim=0,
-        rotary_emb_base=10000.0,
-        rotary_emb_scale_base=None,
-        rotary_emb_interleaved=False,
-        use_alibi=False,
-        window_size=NO_WINDOW,
-        fused_bias_fc=False,
-        use_flash_attn=False,
-        return_residual=False,
-        checkpointing=False,
-        device=None,
-        dtype=None,
-    ):
+        self, embed_dim, num_heads, num_heads_kv=None, cross_attn=False, qkv_proj_bias=True,
+        out_proj_bias=True, dropout=0.0, softmax_scale=None, causal=False, layer_idx=None,
+        dwconv=False, rotary_emb_dim=0, rotary_emb_base=10000.0, rotary_emb_scale_base=None,
+        rotary_emb_interleaved=False, use_alibi=False, window_size=NO_WINDOW, fused_bias_fc=False,
+        use_flash_attn=False, return_residual=False, checkpointing=False, device=None, dtype=None,
+    ):  # fmt: skip
         super().__init__()
         if dwconv:
             raise UnsupportedError("MHA(dwconv=True) is not supported")
@@ -238,16 +194,9 @@ class MHA(nn.Module):
         return torch.empty(shape, dtype=dtype or weight.dtype, device=weight.device)
 
     def forward(
-        self,
-        x,
-        x_kv=None,
-        key_padding_mask=None,
-        cu_seqlens=None,
-        max_seqlen=None,
-        mixer_subset=None,
-        inference_params=None,
-        **kwargs,
-    ):
+        self, x, x_kv=None, key_padding_mask=None, cu_seqlens=None, max_seqlen=None,
+        mixer_subset=None, inference_params=None, **kwargs,
+    ):  # fmt: skip
         """x: (batch, seqlen, embed_dim), or (total, embed_dim) with cu_seqlens and max_seqlen.
         x_kv: input of the keys, with cross_attn. mixer_subset: the queries to compute.
         inference_params: append keys and values to its cache, and attend to the whole cache.

@@ -24,17 +24,10 @@ class Mlp(nn.Module):
     """fc2(activation(fc1(x)))"""
 
     def __init__(
-        self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        activation: Callable[[Tensor], Tensor] = F.gelu,
-        bias1=True,
-        bias2=True,
-        return_residual=False,
-        device=None,
-        dtype=None,
-    ):
+        self, in_features, hidden_features=None, out_features=None,
+        activation: Callable[[Tensor], Tensor] = F.gelu, bias1=True, bias2=True,
+        return_residual=False, device=None, dtype=None,
+    ):  # fmt: skip
         super().__init__()
         hidden = 4 * in_features if hidden_features is None else hidden_features
         out = in_features if out_features is None else out_features
@@ -51,18 +44,10 @@ class GatedMlp(nn.Module):
     """fc2(y * activation(gate)), where fc1(x) holds y, then gate."""
 
     def __init__(
-        self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        activation: Callable[[Tensor], Tensor] = torch.sigmoid,
-        bias1=True,
-        bias2=True,
-        multiple_of=128,
-        return_residual=False,
-        device=None,
-        dtype=None,
-    ):
+        self, in_features, hidden_features=None, out_features=None,
+        activation: Callable[[Tensor], Tensor] = torch.sigmoid, bias1=True, bias2=True,
+        multiple_of=128, return_residual=False, device=None, dtype=None,
+    ):  # fmt: skip
         super().__init__()
         hidden = int(8 * in_features / 3) if hidden_features is None else hidden_features
         hidden = round_multiple(hidden, multiple_of)
@@ -90,19 +75,10 @@ class FusedMLP(Mlp):
     """
 
     def __init__(
-        self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        bias1=True,
-        bias2=True,
-        activation="gelu_approx",
-        return_residual=False,
-        checkpoint_lvl=0,
-        heuristic="auto",
-        device=None,
-        dtype=None,
-    ):
+        self, in_features, hidden_features=None, out_features=None, bias1=True, bias2=True,
+        activation="gelu_approx", return_residual=False, checkpoint_lvl=0, heuristic="auto",
+        device=None, dtype=None,
+    ):  # fmt: skip
         if activation not in _FUSED:
             raise ValueError(f"{activation=} must be one of {', '.join(_FUSED)}")
         sizes = in_features, hidden_features, out_features

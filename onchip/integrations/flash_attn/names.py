@@ -1,125 +1,91 @@
-"""The modules and names of flash_attn in the alias. A row is a module of flash_attn: the module
-here that implements it ("" is this package), and {their name: our name}. Parents are listed first.
+"""The modules of flash_attn in the alias, and their names: where each name is defined here, as
+"file:name". Parents are listed first.
 """
 
-Rows = dict[str, tuple[str, dict[str, str]]]
+
+def _names(file: str, text: str) -> dict[str, str]:
+    """Names of one file, with blanks between them; "theirs=ours" if onchip has another name."""
+    pairs = (name.partition("=") for name in text.split())
+    return {theirs: f"{file}:{ours or theirs}" for theirs, _, ours in pairs}
 
 
-def _same(*names: str) -> dict[str, str]:
-    return {name: name for name in names}
-
-
-FUNCTIONS = _same(
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
+FUNCTIONS = _names(
+    "functions",
+    "flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func"
+    " flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func",
 )
+FUNCTIONS |= _names("kvcache", "flash_attn_with_kvcache")
 _PASSES = ("forward", "backward", "varlen_forward", "varlen_backward")
-PASSES = {f"_flash_attn_{one}": f"flash_attn_{one}" for one in _PASSES}
+PASSES = {f"_flash_attn_{one}": f"primitives:flash_attn_{one}" for one in _PASSES}
 PASSES |= {f"_wrapped{name}": ours for name, ours in PASSES.items()}
+CUTE = _names("cute", "flash_attn_func flash_attn_varlen_func")
 
-CUTE = _same("flash_attn_func", "flash_attn_varlen_func")
-
-FLASH_ATTN: Rows = {
-    "flash_attn": ("", FUNCTIONS),
-    "flash_attn_2_cuda": (
-        "extension",
-        _same("fwd", "bwd", "varlen_fwd", "varlen_bwd", "fwd_kvcache"),
-    ),
-    "flash_attn.flash_attn_interface": (
-        "interface",
-        FUNCTIONS
-        | PASSES
-        | {"_get_block_size_n": "get_block_size_n", "maybe_contiguous": "contiguous"}
-        | _same("flash_attn_gpu", "round_multiple", "USE_TRITON_ROCM"),
-    ),
-    "flash_attn.bert_padding": (
+FLASH_ATTN = {
+    "flash_attn": FUNCTIONS,
+    "flash_attn_2_cuda": _names("extension", "fwd bwd varlen_fwd varlen_bwd fwd_kvcache"),
+    "flash_attn.flash_attn_interface": {
+        **FUNCTIONS,
+        **PASSES,
+        **_names("options", "maybe_contiguous=contiguous round_multiple"),
+        **_names("s_dmask", "_get_block_size_n=get_block_size_n"),
+        **_names("extension", "USE_TRITON_ROCM"),
+        "flash_attn_gpu": "extension",
+    },
+    "flash_attn.bert_padding": _names(
         "bert_padding",
-        _same(
-            "index_first_axis",
-            "index_first_axis_residual",
-            "index_put_first_axis",
-            "pad_input",
-            "rearrange",
-            "unpad_input",
-            "unpad_input_for_concatenated_sequences",
-        ),
+        "index_first_axis index_first_axis_residual index_put_first_axis pad_input rearrange"
+        " unpad_input unpad_input_for_concatenated_sequences",
     ),
-    "flash_attn.layers": ("", {}),
-    "flash_attn.layers.rotary": (
+    "flash_attn.layers": {},
+    "flash_attn.layers.rotary": _names(
         "rotary",
-        _same(
-            "RotaryEmbedding",
-            "apply_rotary_emb",
-            "apply_rotary_emb_func",
-            "apply_rotary_emb_kv_",
-            "apply_rotary_emb_qkv_",
-            "apply_rotary_emb_torch",
-        ),
+        "RotaryEmbedding apply_rotary_emb apply_rotary_emb_func apply_rotary_emb_kv_"
+        " apply_rotary_emb_qkv_ apply_rotary_emb_torch",
     ),
-    "flash_attn.flash_attn_triton": (
-        "biased",
-        _same("flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"),
+    "flash_attn.flash_attn_triton": _names(
+        "biased", "flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func"
     ),
-    "flash_attn.losses": ("", {}),
-    "flash_attn.losses.cross_entropy": ("losses", _same("CrossEntropyLoss", "cross_entropy_loss")),
-    "flash_attn.modules": ("", {}),
-    "flash_attn.modules.mha": (
-        "mha",
-        _same("MHA", "FlashSelfAttention", "FlashCrossAttention", "SelfAttention", "CrossAttention")
-        | _same("get_alibi_slopes", *FUNCTIONS),
+    "flash_attn.losses": {},
+    "flash_attn.losses.cross_entropy": _names("losses", "CrossEntropyLoss cross_entropy_loss"),
+    "flash_attn.modules": {},
+    "flash_attn.modules.mha": FUNCTIONS
+    | _names("mha", "MHA FlashSelfAttention FlashCrossAttention SelfAttention CrossAttention")
+    | _names("mha", "get_alibi_slopes"),
+    "flash_attn.modules.mlp": _names("mlp", "Mlp GatedMlp FusedMLP swiglu"),
+    "flash_attn.ops": {},
+    "flash_attn.ops.activations": _names("mlp", "swiglu sqrelu_fwd"),
+    "flash_attn.ops.fused_dense": _names("mlp", "FusedMLP FusedDense"),
+    "flash_attn.ops.layer_norm": _names(
+        "norms", "DropoutAddLayerNorm dropout_add_layer_norm layer_norm"
     ),
-    "flash_attn.modules.mlp": ("mlp", _same("Mlp", "GatedMlp", "FusedMLP", "swiglu")),
-    "flash_attn.ops": ("", {}),
-    "flash_attn.ops.activations": ("mlp", _same("swiglu", "sqrelu_fwd")),
-    "flash_attn.ops.fused_dense": ("mlp", _same("FusedMLP", "FusedDense")),
-    "flash_attn.ops.layer_norm": (
-        "norms",
-        _same("DropoutAddLayerNorm", "dropout_add_layer_norm", "layer_norm"),
+    "flash_attn.ops.rms_norm": _names(
+        "norms", "DropoutAddRMSNorm dropout_add_rms_norm rms_norm RMSNorm=PlainRMSNorm"
     ),
-    "flash_attn.ops.rms_norm": (
-        "norms",
-        _same("DropoutAddRMSNorm", "dropout_add_rms_norm", "rms_norm")
-        | {"RMSNorm": "PlainRMSNorm"},
-    ),
-    "flash_attn.ops.triton": ("", {}),
-    "flash_attn.ops.triton.cross_entropy": ("losses", _same("cross_entropy_loss")),
-    "flash_attn.ops.triton.layer_norm": ("norms", _same("RMSNorm", "layer_norm_fn", "rms_norm_fn")),
-    "flash_attn.ops.triton.rotary": ("rotary", _same("apply_rotary")),
-    "flash_attn.utils": ("", {}),
-    "flash_attn.utils.distributed": (
+    "flash_attn.ops.triton": {},
+    "flash_attn.ops.triton.cross_entropy": _names("losses", "cross_entropy_loss"),
+    "flash_attn.ops.triton.layer_norm": _names("norms", "RMSNorm layer_norm_fn rms_norm_fn"),
+    "flash_attn.ops.triton.rotary": _names("rotary", "apply_rotary"),
+    "flash_attn.utils": {},
+    "flash_attn.utils.distributed": _names(
         "collectives",
-        _same("all_gather", "all_gather_raw", "all_reduce", "all_reduce_raw")
-        | _same("reduce_scatter", "reduce_scatter_raw"),
+        "all_gather all_gather_raw all_reduce all_reduce_raw reduce_scatter reduce_scatter_raw",
     ),
-    "flash_attn.cute": ("cute", CUTE),
-    "flash_attn.cute.interface": (
-        "cute",
-        CUTE
-        | {"_validate_head_dims": "check_head_dims", "flash_attn_combine": "flash_attn_combine"},
-    ),
+    "flash_attn.cute": CUTE,
+    "flash_attn.cute.interface": CUTE
+    | _names("cute", "_validate_head_dims=check_head_dims")
+    | _names("hopper", "flash_attn_combine"),
 }
-_HOPPER = {
-    "_flash_attn_forward": "flash_attn_forward",
-    "_flash_attn_backward": "flash_attn_backward",
-}
-_HOPPER |= _same(
-    "flash_attn_combine",
-    "flash_attn_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_with_kvcache",
-    "get_scheduler_metadata",
+HOPPER = _names(
+    "hopper",
+    "_flash_attn_forward=flash_attn_forward _flash_attn_backward=flash_attn_backward"
+    " flash_attn_combine flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func"
+    " flash_attn_with_kvcache get_scheduler_metadata",
 )
-_HOPPER |= {"maybe_contiguous": "contiguous"}
-FLASH_ATTN_3: Rows = {
-    "flash_attn_interface": ("hopper", _HOPPER),
-    "flash_attn_3": ("hopper", {}),
-    "flash_attn_3.flash_attn_interface": ("hopper", _HOPPER),
+HOPPER |= _names("options", "maybe_contiguous=contiguous")
+FLASH_ATTN_3 = {
+    "flash_attn_interface": HOPPER,
+    "flash_attn_3": {},
+    "flash_attn_3.flash_attn_interface": HOPPER,
 }
 
 _RANKS = "onchip.parallel distributes heads and sequences over ranks"

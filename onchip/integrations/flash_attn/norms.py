@@ -26,25 +26,10 @@ class NormKind(NamedTuple):
 
 
 def layer_norm_fn(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    zero_centered_weight=False,
-    is_rms_norm=False,
-    return_dropout_mask=False,
-    out_dtype=None,
-    out=None,
-    residual_out=None,
-):
+    x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0,
+    rowscale=None, prenorm=False, residual_in_fp32=False, zero_centered_weight=False,
+    is_rms_norm=False, return_dropout_mask=False, out_dtype=None, out=None, residual_out=None,
+):  # fmt: skip
     """norm(dropout(x * rowscale) + dropout(x1) + residual) of the last dimension; with weight1 a
     second norm of the same sum. prenorm: also return the sum, in the dtype of residual, or without
     one in fp32 if residual_in_fp32. return_dropout_mask: append the masks of x and x1.
@@ -75,24 +60,10 @@ def layer_norm_fn(
 
 
 def rms_norm_fn(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    zero_centered_weight=False,
-    return_dropout_mask=False,
-    out_dtype=None,
-    out=None,
-    residual_out=None,
-):
+    x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0,
+    rowscale=None, prenorm=False, residual_in_fp32=False, zero_centered_weight=False,
+    return_dropout_mask=False, out_dtype=None, out=None, residual_out=None,
+):  # fmt: skip
     """layer_norm_fn of the mean square alone."""
     args = x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale
     kind = prenorm, residual_in_fp32, zero_centered_weight, True
@@ -144,18 +115,9 @@ def rms_norm(x, weight, epsilon):
 
 
 def dropout_add_layer_norm(
-    x0,
-    residual,
-    weight,
-    bias,
-    dropout_p,
-    epsilon,
-    rowscale=None,
-    layerscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
-):
+    x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, layerscale=None, prenorm=False,
+    residual_in_fp32=False, return_dropout_mask=False,
+):  # fmt: skip
     """norm(layerscale * dropout(x0 * rowscale) + residual), with the extra results of
     layer_norm_fn.
     """
@@ -167,18 +129,9 @@ def dropout_add_layer_norm(
 
 
 def dropout_add_rms_norm(
-    x0,
-    residual,
-    weight,
-    bias,
-    dropout_p,
-    epsilon,
-    rowscale=None,
-    layerscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
-):
+    x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, layerscale=None, prenorm=False,
+    residual_in_fp32=False, return_dropout_mask=False,
+):  # fmt: skip
     """dropout_add_layer_norm of the mean square alone."""
     outputs = prenorm, residual_in_fp32, return_dropout_mask
     norm = NormKind(epsilon, is_rms_norm=True)
@@ -194,15 +147,9 @@ class _DropoutAddNorm(nn.Module):
     is_rms_norm: bool
 
     def __init__(
-        self,
-        hidden_size,
-        prenorm=False,
-        p=0.0,
-        eps=1e-5,
-        residual_in_fp32=False,
-        device=None,
+        self, hidden_size, prenorm=False, p=0.0, eps=1e-5, residual_in_fp32=False, device=None,
         dtype=None,
-    ):
+    ):  # fmt: skip
         super().__init__()
         self.prenorm, self.p, self.eps = prenorm, p, eps
         self.residual_in_fp32 = residual_in_fp32

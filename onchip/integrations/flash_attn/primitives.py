@@ -3,8 +3,6 @@ from out and softmax_lse. Programs with a gradient of their own call them: rings
 parallelism. They keep upstream's names, order and defaults, because programs read their signatures.
 """
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,18 +29,9 @@ Buffers = tuple[Tensor | None, Tensor | None, Tensor | None]  # dq, dk, dv to wr
 
 
 def flash_attn_forward(
-    q,
-    k,
-    v,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    alibi_slopes,
-    return_softmax,
-) -> Forward:
+    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+    alibi_slopes, return_softmax,
+) -> Forward:  # fmt: skip
     """(out, softmax_lse, S_dmask, rng_state) of (batch, seqlen, heads, head_dim). rng_state: int64
     (2,), the seed of the dropout mask and 0.
     """
@@ -59,27 +48,11 @@ def flash_attn_forward(
 
 
 def flash_attn_varlen_forward(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left=-1,
-    window_size_right=-1,
-    softcap=0.0,
-    alibi_slopes=None,
-    return_softmax=False,
-    block_table=None,
-    leftpad_k=None,
-    seqused_k=None,
-    zero_tensors=False,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+    causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+    return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
     num_splits=0,
-) -> Forward:
+) -> Forward:  # fmt: skip
     """The same of packed sequences. block_table: k and v are pages. leftpad_k, seqused_k: int32
     (batch,), sequence b has keys from leftpad_k[b] on, and ends at seqused_k[b].
     """
@@ -101,25 +74,9 @@ def flash_attn_varlen_forward(
 
 
 def flash_attn_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    alibi_slopes,
-    deterministic,
-    rng_state=None,
-) -> Tensor:
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+    window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+) -> Tensor:  # fmt: skip
     """Write the gradients into dq, dk and dv, if given; return rowsum(out * dout) (batch, heads,
     seqlen_q rounded up to a multiple of 128).
 
@@ -135,30 +92,10 @@ def flash_attn_backward(
 
 
 def flash_attn_varlen_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    alibi_slopes,
-    deterministic,
-    rng_state=None,
-    zero_tensors=False,
-) -> Tensor:
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+    max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+    alibi_slopes, deterministic, rng_state=None, zero_tensors=False,
+) -> Tensor:  # fmt: skip
     """The same of packed sequences. rowsum(out * dout) is (heads, total_q + 128 * batch): that of
     sequence b begins at cu_seqlens_q[b] + 128 * b.
     """
@@ -194,10 +131,10 @@ def _rng_state(seed: Tensor | None, q: Tensor) -> Tensor:
 
 
 def attend_in_pages(
-    q, k, v, lengths: Lengths, arguments: FlashArguments, used
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of sequences that use only some of their keys. Packed keys are treated as pages of
-    one key each, so that a sequence may begin and end anywhere.
+    q, k, v, lengths: Lengths, arguments: FlashArguments, used, return_lse: bool = True
+) -> Tensor | tuple[Tensor, ...]:
+    """(out, lse), or out, of sequences that use only some of their keys. Packed keys are treated as
+    pages of one key each, so that a sequence may begin and end anywhere.
     """
     block_table, leftpad_k, seqused_k = used
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
@@ -220,10 +157,9 @@ def attend_in_pages(
         check_table(block_table, len(cu_seqlens_k) - 1)
         check_pages(k, block_table, seqlens, cu_seqlens_q.diff(), arguments)
     queries = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-    result = functional.paged_attention(
-        q, k, v, block_table, seqlens, **queries, **arguments.scores, return_lse=True
+    return functional.paged_attention(
+        q, k, v, block_table, seqlens, **queries, **arguments.scores, return_lse=return_lse
     )
-    return cast(tuple[Tensor, Tensor], result)
 
 
 @untraced
@@ -242,9 +178,10 @@ def write_gradients(
     q, k, v = map(contiguous, qkv)
     out, lse, dout = saved
     seed = rng_state[0].clone() if arguments.dropout_p and rng_state is not None else None
-    options = Options(**_options(arguments))
+    fields = arguments.options | {"return_lse": True}
+    slopes = fields.pop("alibi_slopes")  # a tensor, not one of the scalar Options
     cu_q, cu_k, *max_seqlens = (None, None) if lengths is None else lengths
-    x = Tensors(q, k, v, cu_q, cu_k, alibi_slopes=arguments.alibi_slopes)
+    x, options = Tensors(q, k, v, cu_q, cu_k, alibi_slopes=slopes), Options(**fields)
     call, x = functional.prepare_attention(x, options, tuple(max_seqlens), dropout_seed=seed)
     out, dout = out.contiguous(), dout.contiguous()
     lse = onchip_lse(lse).to(accumulator_dtype(q.dtype)).contiguous()
@@ -253,10 +190,3 @@ def write_gradients(
         if buffer is not None:
             buffer.copy_(grad)
     return row_delta(out, dout, None)
-
-
-def _options(arguments: FlashArguments) -> dict:
-    """The fields of problem.Options, which has no alibi_slopes."""
-    options = arguments.options | {"return_lse": True}
-    del options["alibi_slopes"]
-    return options

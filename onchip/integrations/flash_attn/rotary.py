@@ -9,15 +9,10 @@ from onchip.core.values import values_are_checked
 
 
 def apply_rotary_emb(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool = False,
-    inplace: bool = False,
-    seqlen_offsets: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None,
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Rotate the first rotary_dim elements of every head by the table rows of their positions, in
     fp32 and rounded once.
 
@@ -50,15 +45,9 @@ def apply_rotary_emb_torch(
 
 
 def apply_rotary_emb_qkv_(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cos_k: Tensor | None = None,
-    sin_k: Tensor | None = None,
-    interleaved: bool = False,
-    seqlen_offsets: int | Tensor = 0,
-    num_heads_q: int | None = None,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, cos_k: Tensor | None = None, sin_k: Tensor | None = None,
+    interleaved: bool = False, seqlen_offsets: int | Tensor = 0, num_heads_q: int | None = None,
+) -> Tensor:  # fmt: skip
     """apply_rotary_emb in place to q and k of qkv: (batch, seqlen, 3, heads, head_dim), or
     (batch, seqlen, num_heads_q + 2 num_heads_k, head_dim) with num_heads_q. k has tables of its own
     if given.
@@ -245,16 +234,10 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def apply_rotary(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    seqlen_offsets: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    interleaved: bool = False,
-    inplace: bool = False,
-    conjugate: bool = False,
-) -> Tensor:
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, interleaved: bool = False,
+    inplace: bool = False, conjugate: bool = False,
+) -> Tensor:  # fmt: skip
     """apply_rotary_emb in the order of flash_attn.ops.triton.rotary; conjugate: the inverse."""
     sin = -sin if conjugate else sin
     rest = interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen
