@@ -2,7 +2,7 @@
 derives it.
 """
 
-from onchip.parallel.machines import H200, Link, Machine
+from onchip.parallel.machines import H200, Fabric, Link, Machine
 from onchip.parallel.simulate import BACKWARD_FLOPS, FORWARD_FLOPS, FP32, RingStep, rate, rounds
 
 
@@ -46,3 +46,11 @@ def hide_length(step: RingStep, link: Link, machine: Machine = H200) -> float:
     heads = step.shape.num_kv_heads / step.shape.num_heads
     best = machine.best(step.backward, step.shape.head_dim)
     return hide_factor(step) * heads * best / link.bytes_s
+
+
+def slowest_link(fabric: Fabric, num_devices: int) -> Link:
+    """The slowest link in a ring of so many devices."""
+    links = [fabric.inside]
+    if fabric.between is not None and bool(fabric.crosses(num_devices).any()):
+        links.append(fabric.between)
+    return min(links, key=lambda link: link.bytes_s)

@@ -9,8 +9,9 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from benchmarks.ring_timeline import Timeline
 from onchip.parallel.machines import H200, ROUNDS_PER_MERGE, Fabric, Machine, StorageTier
-from onchip.parallel.simulate import FP32, LAYOUTS, RingStep, Timeline
+from onchip.parallel.simulate import FP32, LAYOUTS, RingStep
 
 
 def six_blocks_bytes(step: RingStep) -> float:

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory_report import GREY, Sheet, Sheets, grid, print_sheets
+from benchmarks.ring_timeline import COMPUTE, MERGE, SEND_DKV, SEND_KV, Timeline, TimeSpan
 from onchip.cli.bench.harness import Row
 from onchip.parallel.machines import LINKS, Fabric
-from onchip.parallel.simulate import COMPUTE, MERGE, SEND_DKV, SEND_KV, RingStep, Timeline, TimeSpan
+from onchip.parallel.simulate import RingStep
 
 Line = Callable[[Row], tuple[str, ...]]
 Cell = Callable[[Row], str]

@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.hide_condition import hide_length, hides, unhidden
+from benchmarks.hide_condition import hide_length, hides, slowest_link, unhidden
 from benchmarks.ring_prediction import predict, resident_bytes, six_blocks_bytes, stored_bytes
+from benchmarks.ring_timeline import Timeline
 from onchip.cli.bench.harness import Case, Row, Session, Threshold
 from onchip.parallel.machines import H200, LENGTHS, LINKS, Fabric, KernelRates, Link, Machine
-from onchip.parallel.simulate import LAYOUTS, RingStep, Timeline
+from onchip.parallel.simulate import LAYOUTS, RingStep
 
 DEVICES, CONTEXTS = (1, 8, 64, 1024), (10**5, 10**6, 10**7, 10**8, 10**10, 10**12)
 SCALED, SCALES = 10**6, tuple(2**i for i in range(11))
@@ -170,7 +171,7 @@ def step_row(bench: str, step: RingStep, fabric: Fabric) -> Row:
     unhidden_s may show where the hide condition holds, exposed_s is what does.
     """
     found = predict(step, fabric)
-    slabs, spent, link = found.slabs, found.time, fabric.slowest(step.num_devices)
+    slabs, spent, link = found.slabs, found.time, slowest_link(fabric, step.num_devices)
     return _case(bench, step).row(
         step.layout,
         100 * found.efficiency,

@@ -18,12 +18,7 @@ from torch import Tensor
 from onchip.core.files import create_private, open_regular
 from onchip.fold.offload import Offloaded
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HEADER_BYTES = 4096  # of files made here, with the length field: data begins on a memory page
 MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 NAMES = ("k", "v")

@@ -21,12 +21,7 @@ from torch import Tensor
 from onchip.core.files import open_regular
 
 MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Bits per element of every dtype of the format.
 BITS = {

@@ -44,13 +44,6 @@ class Fabric(NamedTuple):
     def name(self) -> str:
         return f"{self.inside.name}, {self.between.name}" if self.between else self.inside.name
 
-    def slowest(self, num_devices: int) -> Link:
-        """The slowest link in a ring of so many devices."""
-        links = [self.inside]
-        if self.between is not None and bool(self.crosses(num_devices).any()):
-            links.append(self.between)
-        return min(links, key=lambda link: link.bytes_s)
-
     def crosses(self, num_devices: int) -> Tensor:
         """Whether the hop from rank r to r + 1 leaves a node, for every r."""
         nodes = torch.arange(num_devices) // self.node

@@ -332,9 +332,7 @@ def prepare_round(
         mask=round.mask,
     )
     problem_options = options.call_options._replace(
-        causal=round.causal,
-        window_size=round.window_size,
-        out_dtype=accumulator_dtype(q.dtype),
+        causal=round.causal, window_size=round.window_size, out_dtype=accumulator_dtype(q.dtype)
     )
     problem = prepare(describe, x, problem_options, ()).problem
     problem = problem._replace(first_head=options.first_head, wide_grads=wide_grads)

@@ -47,11 +47,7 @@ class StrategyChoice(NamedTuple):
 
 
 def choose_strategy(
-    strategy: str,
-    ranks: Comm | Mesh2D,
-    num_heads: int,
-    num_kv_heads: int,
-    hops: int | None = None,
+    strategy: str, ranks: Comm | Mesh2D, num_heads: int, num_kv_heads: int, hops: int | None = None
 ) -> StrategyChoice:
     """The strategy to run.
 

@@ -14,8 +14,9 @@ from benchmarks.ring_prediction import (
     six_blocks_bytes,
     stored_bytes,
 )
+from benchmarks.ring_timeline import Timeline
 from onchip.parallel.machines import H200, LINKS, ROUNDS_PER_MERGE, Fabric, StorageTier
-from onchip.parallel.simulate import LAYOUTS, LayerShape, RingStep, Timeline
+from onchip.parallel.simulate import LAYOUTS, LayerShape, RingStep
 
 NODES = Fabric(LINKS["NVLink 4"], LINKS["InfiniBand NDR"])
 steps = st.builds(

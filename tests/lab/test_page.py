@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import onchip
+from benchmarks.ring_timeline import Timeline
 from onchip.core import state
 from onchip.cost import make_problem, roofline
 from onchip.cost.hardware import TABLE
@@ -15,7 +16,7 @@ from onchip.lab import papers, record
 from onchip.lab.playground import Playground
 from onchip.lab.published.ledger import ledger
 from onchip.models import builtin
-from onchip.parallel.simulate import LAYOUTS, RingStep, Timeline
+from onchip.parallel.simulate import LAYOUTS, RingStep
 
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
 UNITS |= {"µs": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600}

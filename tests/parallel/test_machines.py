@@ -46,7 +46,6 @@ def test_a_call_with_few_tiles_leaves_processors_idle():
 def test_rings_over_nodes_cross_between_them():
     fabric = Fabric(LINKS["NVLink 4"], LINKS["InfiniBand NDR"], node=2)
     assert fabric.crosses(5).tolist() == [False, True, False, True, True]
-    assert not fabric.crosses(2).any() and fabric.slowest(2).name == "NVLink 4"
-    assert fabric.slowest(3).name == "InfiniBand NDR"
+    assert not fabric.crosses(2).any()
     hops = fabric.seconds(4, 450e6)
     assert hops.tolist() == pytest.approx([1e-3 + 11.8e-6, 9e-3 + 22.4e-6] * 2)

@@ -12,12 +12,7 @@ from onchip.core import functional
 from onchip.core.problem import UnsupportedError
 from onchip.integrations.flash_attn.functions import unpack
 from onchip.integrations.flash_attn.kvcache import flash_attn_with_kvcache as with_kvcache
-from onchip.integrations.flash_attn.options import (
-    FlashArguments,
-    as_int,
-    contiguous,
-    onchip_lse,
-)
+from onchip.integrations.flash_attn.options import FlashArguments, as_int, contiguous, onchip_lse
 from onchip.integrations.flash_attn.primitives import attend_in_pages, write_gradients
 
 NO_WINDOW = (-1, -1)

@@ -1,5 +1,5 @@
 "use strict";
-// The events of onchip/parallel/simulate.py over all devices: an event happens a duration after the last of those it
+// The events of benchmarks/ring_timeline.py over all devices: an event happens a duration after the last of those it
 // waits for. The durations of kernels, merges and messages were recorded; the order is computed here, and a test compares it.
 
 lab.timeline = ({ n, backward, costs, messages, node }) => {
@@ -72,7 +72,7 @@ lab.figures.ring = (panel, data) => {
   const { num_heads: heads, num_kv_heads: keyHeads, head_dim: dim } = data.shape;
   lab.at("ring-note").textContent = `One causal layer with ${heads} heads, ${keyHeads} of keys, head_dim ${dim}, 16 bits. `
     + `Kernels as measured on an ${data.machine}; links as specified by their makers. With two links, nodes of `
-    + `${data.fabrics.at(-1).node} GPUs have the first inside. Events are those of onchip.parallel.simulate.`;
+    + `${data.fabrics.at(-1).node} GPUs have the first inside. Events are those of benchmarks/ring_timeline.py.`;
 
   function setting() {
     const { layout, fabric, backward, devices, length: tokens } = chosen;

@@ -8,7 +8,7 @@ import torch
 from onchip import UnsupportedError
 from onchip import testing as ot
 from onchip.integrations import flash_attn as fa
-from onchip.integrations.flash_attn import extension, interface
+from onchip.integrations.flash_attn import extension, primitives
 from tests.integrations.flash_attn import plain
 
 SCORE = ("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap")
@@ -231,13 +231,13 @@ def test_the_extension_has_the_same_passes_in_its_own_order():
     q, k, v = ot.make_qkv(1, 9, num_heads=2, dtype=torch.float64)
     tail = None, 0.0, 0.3, True, -1, -1, 0.0
     out, lse, _, rng_state = extension.fwd(q, k, v, None, *tail, False, None)
-    want = interface.flash_attn_forward(q, k, v, *tail[1:], None, False)
+    want = primitives.flash_attn_forward(q, k, v, *tail[1:], None, False)
     assert_same([out, lse], want[:2])
     into = torch.empty_like(out)
     assert extension.fwd(q, k, v, into, *tail, False)[0] is into and torch.equal(into, out)
     got = extension.bwd(out, q, k, v, out, lse, None, None, None, *tail, True, None, rng_state)
     grads = empty_like(q, k, v)
-    delta = interface.flash_attn_backward(out, q, k, v, out, lse, *grads, *tail[1:], None, True)
+    delta = primitives.flash_attn_backward(out, q, k, v, out, lse, *grads, *tail[1:], None, True)
     assert_same(got, [*grads, delta])
     cu = torch.tensor([0, 9], dtype=torch.int32)
     flat = [t[0] for t in (q, k, v)]
