@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from onchip.core import torch_op
 from onchip.core.functional import attention, varlen_attention
 from onchip.core.problem import UnsupportedError
+from onchip.integrations.flash_attn.options import contiguous
 from onchip.masks import deferred, mods
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.deferred import DeferredMask
@@ -389,7 +390,8 @@ def attend(
     packing = _PackedRow.pop_from(kwargs)
     if packing is None and is_causal:
         packing = _packed_by_positions(kwargs.get("position_ids"), attention_mask, query, key)
-    q, k, v = (_last_contiguous(t).transpose(1, 2) for t in (query, key, value))
+    # Kernels read whole vectors of head_dim elements; Florence-2 passes transposed ones.
+    q, k, v = (contiguous(t).transpose(1, 2) for t in (query, key, value))
     options = options_of(kwargs) | {"dropout_p": dropout, "precise_delta": precise_delta}
     call = _AttentionCall(q, k, v, position_bias, options)
     if packing is not None:
@@ -425,11 +427,6 @@ def _packed_by_positions(
         known_row = position_ids._version, _PackedRow.from_positions(position_ids)
         _rows_by_positions[position_ids] = known_row
     return known_row[1]
-
-
-def _last_contiguous(t: Tensor) -> Tensor:
-    """Kernels read whole vectors of head_dim elements; Florence-2 passes transposed ones."""
-    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _records_attentions() -> bool:

@@ -8,16 +8,10 @@ from onchip.core.problem import UnsupportedError
 
 
 def cross_entropy_loss(
-    logits: Tensor,
-    labels: Tensor,
-    precomputed_lse: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    logit_scale: float = 1.0,
-    lse_square_scale: float = 0.0,
-    ignore_index: int = -100,
-    inplace_backward: bool = False,
-    process_group=None,
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, labels: Tensor, precomputed_lse: Tensor | None = None,
+    label_smoothing: float = 0.0, logit_scale: float = 1.0, lse_square_scale: float = 0.0,
+    ignore_index: int = -100, inplace_backward: bool = False, process_group=None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(losses, z_losses), fp32 (rows,), of logits (rows, classes) and labels (rows,). A loss is
 
         lse - (1 - label_smoothing) * x[label] - label_smoothing * mean(x) + z
@@ -43,16 +37,10 @@ class CrossEntropyLoss(nn.Module):
     """cross_entropy_loss as a module; "mean" counts the labels that are not ignored."""
 
     def __init__(
-        self,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        logit_scale: float = 1.0,
-        lse_square_scale: float = 0.0,
-        inplace_backward: bool = False,
-        process_group=None,
-        return_z_loss: bool = False,
-    ):
+        self, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+        logit_scale: float = 1.0, lse_square_scale: float = 0.0, inplace_backward: bool = False,
+        process_group=None, return_z_loss: bool = False,
+    ):  # fmt: skip
         super().__init__()
         if reduction not in ("mean", "sum", "none"):
             raise NotImplementedError(f"{reduction=} must be 'mean', 'sum' or 'none'")
