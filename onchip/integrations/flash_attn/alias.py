@@ -7,7 +7,6 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
-from pkgutil import resolve_name
 from types import ModuleType
 
 from onchip.integrations.flash_attn.names import FLASH_ATTN, FLASH_ATTN_3, UNSUPPORTED
@@ -97,15 +96,21 @@ def _build(rows: dict[str, dict[str, str]]) -> dict[str, Alias]:
 
 
 def _module(name: str, names: dict[str, str]) -> Alias:
-    here = import_module(_HERE).__file__
+    here = import_module(".", _HERE).__file__
     module = Alias(name, f"{name}, computed by onchip: see onchip.integrations.flash_attn.")
     # All are packages: `from module import name` then calls the finder for a missing name.
     module.__spec__ = ModuleSpec(name, None, origin=here, is_package=True)
     module.__file__, module.__path__ = here, []
     public = [theirs for theirs in names if not theirs.startswith("_")]
-    found = {theirs: resolve_name(f"{_HERE}.{ours}") for theirs, ours in names.items()}
-    module.__dict__.update(found, __all__=public)
+    module.__dict__.update({t: _find(ours) for t, ours in names.items()}, __all__=public)
     return module
+
+
+def _find(where: str) -> object:
+    """The object at "file:name" of this package, or the module "file"."""
+    file, _, name = where.partition(":")
+    module = import_module(f".{file}", _HERE)
+    return getattr(module, name) if name else module
 
 
 class _Distribution(Distribution):

@@ -42,7 +42,8 @@ def flash_attn_kvpacked_func(
     """flash_attn_func of kv (batch, seqlen_k, 2, kv_heads, head_dim)."""
     score = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
     arguments = FlashArguments(*score, deterministic, return_attn_probs)
-    return _dense(q, *unpack("kv", kv, 2, 5), arguments)
+    k, v = unpack("kv", kv, 2, 5)
+    return _dense(q, k, v, arguments)
 
 
 def flash_attn_qkvpacked_func(
@@ -52,7 +53,8 @@ def flash_attn_qkvpacked_func(
     """flash_attn_func of qkv (batch, seqlen, 3, heads, head_dim)."""
     score = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
     arguments = FlashArguments(*score, deterministic, return_attn_probs)
-    return _dense(*unpack("qkv", qkv, 3, 5), arguments)
+    q, k, v = unpack("qkv", qkv, 3, 5)
+    return _dense(q, k, v, arguments)
 
 
 def flash_attn_varlen_func(
@@ -85,7 +87,8 @@ def flash_attn_varlen_kvpacked_func(
     score = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
     arguments = FlashArguments(*score, deterministic, return_attn_probs)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return _packed(q, *unpack("kv", kv, 2, 4), lengths, arguments)
+    k, v = unpack("kv", kv, 2, 4)
+    return _packed(q, k, v, lengths, arguments)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -97,7 +100,8 @@ def flash_attn_varlen_qkvpacked_func(
     score = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
     arguments = FlashArguments(*score, deterministic, return_attn_probs)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return _packed(*unpack("qkv", qkv, 3, 4), lengths, arguments)
+    q, k, v = unpack("qkv", qkv, 3, 4)
+    return _packed(q, k, v, lengths, arguments)
 
 
 def unpack(name: str, t: Tensor, count: int, rank: int) -> tuple[Tensor, ...]:

@@ -148,13 +148,13 @@ def flash_attn_forward(
         if cu_seqlens_k is not None:
             refuse("with cu_seqlens_k", k_new=k_new, page_table=page_table)
             lengths = cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k)
-            qkv = map(contiguous, (q, k, v))
+            q, k, v = map(contiguous, (q, k, v))
             if leftpad_k is None and seqused_k is None:
                 call = arguments.options | {"return_lse": True}
-                out, lse = functional.varlen_attention(*qkv, *lengths, **call)
+                out, lse = functional.varlen_attention(q, k, v, *lengths, **call)
             else:
                 used = None, leftpad_k, seqused_k
-                out, lse = attend_in_pages(*qkv, lengths, arguments, used)
+                out, lse = attend_in_pages(q, k, v, lengths, arguments, used)
         elif k_new is None and page_table is None and seqused_k is None:
             q, k, v = map(contiguous, (q, k, v))
             out, lse = functional.attention(q, k, v, **arguments.options, return_lse=True)
