@@ -1,6 +1,7 @@
 """The key/value cache of a batch of sequences: allocate, fork, roll back, commit and free."""
 
 from collections import abc
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ class PendingTransfer(Protocol):
         """Make work that is queued on the current stream from now on wait for the copy."""
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """A handle: the pages of one sequence, its tokens, and how far they are computed.
 
@@ -31,29 +33,18 @@ class Sequence:
     `KVCache.open` reused from the cache; copied_tokens of them were copied from a partial page.
     """
 
-    __slots__ = (
-        "pending_transfer",
-        "cache",
-        "chain",
-        "computed",
-        "copied_tokens",
-        "hit_tokens",
-        "row",
-        "table",
-        "tokens",
-    )
+    cache: "KVCache"
+    table: PageTable
+    tokens: list[int]
+    chain: Chain
+    row: int | None  # in the host table; None: freed or swapped out
+    computed: int = field(init=False)
+    hit_tokens: int = 0
+    copied_tokens: int = 0
+    pending_transfer: PendingTransfer | None = None
 
-    def __init__(
-        self, cache: "KVCache", table: PageTable, tokens: list[int], chain: Chain, row: int
-    ):
-        self.cache = cache
-        self.table = table
-        self.tokens = tokens
-        self.chain = chain
-        self.row: int | None = row  # in the host table; None: freed or swapped out
-        self.computed = table.length
-        self.hit_tokens = self.copied_tokens = 0
-        self.pending_transfer: PendingTransfer | None = None
+    def __post_init__(self) -> None:
+        self.computed = self.table.length
 
     @property
     def length(self) -> int:
@@ -128,9 +119,8 @@ class KVCache:
         table = self.pool.adopt(hit.pages)
         copied = 0 if hit.source is None else self._copy_partial_page(table, hit.source, hit.copied)
         cached = tokens[: table.length]
-        sequence = Sequence(self, table, cached, Chain(root, hit.keys), self._assign_row(table))
-        sequence.hit_tokens, sequence.copied_tokens = len(cached), copied
-        return sequence
+        chain, row = Chain(root, hit.keys), self._assign_row(table)
+        return Sequence(self, table, cached, chain, row, len(cached), copied)
 
     def append(self, sequence: Sequence, tokens: abc.Sequence[int]) -> NoRoom | None:
         """Allocate slots for tokens that are computed next. None on success."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onchip.kvcache import cache as caches
-from onchip.kvcache.cache import KVCache
+from onchip.kvcache.cache import KVCache, PendingTransfer
 from onchip.kvcache.page_tensors import PageTensors, to_device
 from onchip.kvcache.pool import NoRoom, PageTable
 from onchip.kvcache.prefix import Chain
@@ -19,15 +19,11 @@ from onchip.kvcache.prefix import Chain
 CHUNK_BYTES = 16 * 2**20
 
 
-class Transfer(Protocol):
+class Transfer(PendingTransfer, Protocol):
     """Copies in flight."""
 
     def done(self) -> bool:
         """Whether the copies are finished, without waiting."""
-        ...
-
-    def wait(self) -> None:
-        """Make work that is queued on the current stream from now on wait for the copies."""
         ...
 
     def synchronize(self) -> None:

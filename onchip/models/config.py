@@ -7,7 +7,7 @@ mathematics.
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from onchip.core.problem import MAX_HEAD_DIM
@@ -27,55 +27,23 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-# Fields that do not change the forward pass of inference: provenance, initialisation, training,
-# dropout, ids of special tokens, heads for other tasks, settings of the author's run. auto_map
-# names code, which is not run here; transformers does not need it either for types that it has.
-_HARMLESS = frozenset(
-    {
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "_sliding_window_pattern",
-        "architectures",
-        "attention_dropout",
-        "attn_implementation",
-        "attn_pdrop",
-        "auto_map",
-        "bos_token_id",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "dtype",
-        "embd_pdrop",
-        "eos_token_id",
-        "finetuning_task",
-        "gradient_checkpointing",
-        "id2label",
-        "initializer_range",
-        "keys_to_ignore_at_inference",
-        "label2id",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "reorder_and_upcast_attn",
-        "resid_pdrop",
-        "return_dict",
-        "sep_token_id",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "task_specific_params",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers_version",
-        "unk_token_id",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_cache",
-    }
-)
+# Fields that do not change the forward pass of inference. auto_map names code, which is not run
+# here; transformers does not need it either for types that it has.
+_HARMLESS_BY_SUBJECT = {
+    "provenance": "_name_or_path architectures auto_map tokenizer_class transformers_version"
+    " unsloth_fixed unsloth_version",
+    "initialisation, training, dropout": "attention_dropout attn_pdrop embd_pdrop"
+    " gradient_checkpointing initializer_range pretraining_tp resid_pdrop",
+    "ids of special tokens": "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id",
+    "heads for other tasks": "finetuning_task id2label label2id problem_type summary_activation"
+    " summary_first_dropout summary_proj_to_labels summary_type summary_use_proj"
+    " task_specific_params",
+    "settings of the author's run": "_attn_implementation_autoset _sliding_window_pattern"
+    " attn_implementation cache_implementation chunk_size_feed_forward dtype"
+    " keys_to_ignore_at_inference output_attentions output_hidden_states reorder_and_upcast_attn"
+    " return_dict torch_dtype use_cache",
+}
+_HARMLESS = {name for names in _HARMLESS_BY_SUBJECT.values() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -130,8 +98,8 @@ class ModelConfig:
     source: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            check_size(name, getattr(self, name))
+        for size in (f.name for f in fields(self) if f.type is int):
+            check_size(size, getattr(self, size))
         if not 1 <= len(self.layers) <= MAX_LAYERS:
             raise ValueError(f"num_layers={len(self.layers)} must be in [1, {MAX_LAYERS}]")
         if self.num_heads % self.num_kv_heads:
@@ -200,17 +168,6 @@ class ModelConfig:
             raise ValueError(f"rotary dim={layer.rotary.dim} exceeds head_dim={self.head_dim}")
         if (layer.rotary is None) != self.learned_positions:
             raise ValueError("a layer rotates its queries if and only if no positions are learned")
-
-
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "max_seqlen",
-)
 
 
 def token_ids(data: Mapping[str, Any]) -> dict[str, Any]:
