@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import nodes
 from .blockmask import BlockMask
+from .cells import BlockPattern, Dense, Mod, TracedTensor, pack_dense
 from .nodes import Grid, Interval, Node
 from .trace import depends_on_planes
 
@@ -333,8 +334,8 @@ def mod(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
     return Mask(f"mod({name})", partial(_mod, fn), partial(depends_on_planes, fn))
 
 
-def _mod(fn: Callable[..., Tensor], grid: Grid) -> nodes.Mod:
-    return nodes.Mod(grid, fn)
+def _mod(fn: Callable[..., Tensor], grid: Grid) -> Mod:
+    return Mod(grid, fn)
 
 
 def dense(visible: Tensor) -> Mask:
@@ -353,8 +354,8 @@ def dense(visible: Tensor) -> Mask:
         )
     shape = (1,) * (4 - visible.dim()) + tuple(visible.shape)
     cells = visible.view(shape)
-    node = nodes.TracedTensor if torch.compiler.is_compiling() else nodes.Dense
-    packed = cells if torch.compiler.is_compiling() else nodes.pack_dense(cells)
+    node = TracedTensor if torch.compiler.is_compiling() else Dense
+    packed = cells if torch.compiler.is_compiling() else pack_dense(cells)
     planes = (shape[0] != 1, shape[1] != 1)
     return Mask(f"dense{_format(shape)}", partial(_dense, node, packed, shape), planes)
 
@@ -386,8 +387,8 @@ def _flex(
 ) -> Node:
     planes = tables[0].shape[:2]
     _check_fit("FlexAttention BlockMask", (*planes, *seqlens), grid[:4])
-    patterns = [nodes.BlockPattern(grid, partial(_listed, table), *blocks) for table in tables]
-    partly = nodes.both(patterns[0], nodes.Mod(grid, fn))
+    patterns = [BlockPattern(grid, partial(_listed, table), *blocks) for table in tables]
+    partly = nodes.both(patterns[0], Mod(grid, fn))
     return nodes.either(partly, patterns[1]) if len(patterns) > 1 else partly
 
 

@@ -7,17 +7,14 @@ minimum, OR the maximum, NOT the reflection. So bits are computed only for block
 leaves undecided, and the result is exact.
 """
 
-from collections.abc import Callable
 from functools import cached_property, reduce
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .bits import (
     BLOCK,
-    WORDS,
     Bits,
     combine,
     constant_tiles,
@@ -25,8 +22,6 @@ from .bits import (
     distinct_rows,
     distinct_tiles,
     interval_tiles,
-    pack,
-    unpack,
 )
 from .blockmask import BlockMask, assemble, divide, num_blocks
 
@@ -34,7 +29,6 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 _KEYS_AT_ONCE = 1 << 18  # where candidates are unknown, all blocks are tried in such chunks
 _BLOCKS_AT_ONCE = 8192  # bit tiles alive during a build: 16 MB
-_CELL_BLOCKS_AT_ONCE = 64  # blocks evaluated cell by cell: 1M cells, 8 MB per int64 temporary
 
 
 class Grid(NamedTuple):
@@ -215,134 +209,6 @@ class Interval(Node):
         return Bits(interval_tiles(lo[keep], hi[keep]), index)
 
 
-class Cells(Node):
-    """A mask that is evaluated cell by cell by `visible`."""
-
-    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Bool (n, 128, 128) from b, h (n) and the indices q, k (n, 128), all within range."""
-        raise NotImplementedError
-
-    def compute_bits(self, keys: Tensor) -> Bits:
-        chunks = [self._tiles(chunk) for chunk in keys.split(_CELL_BLOCKS_AT_ONCE)]
-        return Bits(torch.cat(chunks), torch.arange(len(keys)))
-
-    def _tiles(self, keys: Tensor) -> Tensor:
-        grid, steps = self.grid, torch.arange(BLOCK)
-        b, h, i, j = grid.split(keys)
-        q = (i[:, None] * BLOCK + steps).clamp_(max=grid.seqlen_q - 1)
-        k = (j[:, None] * BLOCK + steps).clamp_(max=grid.seqlen_k - 1)
-        return pack(self.visible(b, h, q, k)).cpu()
-
-
-class Mod(Cells):
-    """`fn(b, h, q, k)` on scalar index tensors, as FlexAttention calls it."""
-
-    def __init__(self, grid: Grid, fn: Callable):
-        super().__init__(grid)
-        self._scalar = lambda *at: torch.as_tensor(fn(*at))
-        per_key = torch.vmap(self._scalar, in_dims=(None, None, None, 0))
-        self._fn = torch.vmap(torch.vmap(per_key, in_dims=(None, None, 0, None)))
-
-    def visible(self, b, h, q, k):
-        return self._fn(*(x.to(self.grid.device) for x in (b, h, q, k)))
-
-    def cells(self) -> Tensor:
-        fn = self._scalar
-        for axis in reversed(range(4)):
-            fn = torch.vmap(fn, in_dims=tuple(0 if i == axis else None for i in range(4)))
-        at = (torch.arange(n, device=self.grid.device) for n in self.grid[:4])
-        cells = fn(*at)
-        # vmap expands dimensions that do not depend on an index: undo it.
-        cells = cells if cells.stride(0) else cells[:1]
-        return cells if cells.stride(1) else cells[:, :1]
-
-
-class BlockPattern(Cells):
-    """Rectangles of block_q x block_k cells, each entirely visible or entirely hidden.
-
-    Cell (q, k) is visible iff rule(b, h, (q + shift) // block_q, k // block_k); `rule` works on
-    broadcastable index tensors. The rectangles may be smaller, larger or shifted against blocks.
-    """
-
-    def __init__(self, grid: Grid, rule: Callable, block_q=BLOCK, block_k=BLOCK, shift=0):
-        super().__init__(grid)
-        self._rule, self._block_q, self._block_k, self._shift = rule, block_q, block_k, shift
-
-    def visible(self, b, h, q, k):
-        b, h = b[:, None, None], h[:, None, None]
-        i, j = (q + self._shift) // self._block_q, k // self._block_k
-        return self._rule(b, h, i[:, :, None], j[:, None, :]).expand(-1, BLOCK, BLOCK)
-
-    def cells(self) -> Tensor:
-        b, h, q, k = (
-            torch.arange(n).view([-1 if i == axis else 1 for i in range(4)])
-            for axis, n in enumerate(self.grid[:4])
-        )
-        i, j = (q + self._shift) // self._block_q, k // self._block_k
-        return self._rule(b, h, i, j).to(self.grid.device)
-
-    def status(self, keys: Tensor) -> Tensor:
-        grid = self.grid
-        b, h, i, j = grid.split(keys)
-        rows = _touched(i * BLOCK, grid.seqlen_q, self._shift, self._block_q)
-        cols = _touched(j * BLOCK, grid.seqlen_k, 0, self._block_k)
-        some = torch.zeros(len(keys), dtype=torch.bool)
-        all_ = torch.ones(len(keys), dtype=torch.bool)
-        for row in rows:
-            for col in cols:
-                seen = self._rule(b, h, row, col)
-                some, all_ = some | seen, all_ & seen
-        return some.to(torch.uint8) + all_
-
-
-def _touched(start: Tensor, seqlen: int, shift: int, size: int) -> list[Tensor]:
-    """The rectangles that each block touches along one axis (the last one repeats)."""
-    first = (start + shift) // size
-    last = ((start + BLOCK - 1).clamp_(max=seqlen - 1) + shift) // size
-    most = int((last - first).max()) + 1 if len(start) else 0
-    return [torch.minimum(first + step, last) for step in range(most)]
-
-
-class Dense(Node):
-    """A bool tensor, as packed words (batch or 1, heads or 1, seqlen_q, key blocks * 4)."""
-
-    def __init__(self, grid: Grid, words: Tensor):
-        super().__init__(grid)
-        self.words = words.unflatten(-1, (-1, WORDS))
-
-    def compute_bits(self, keys: Tensor) -> Bits:
-        b, h, i, j = self.grid.split(keys)
-        if self.words.shape[0] == 1:
-            b = torch.zeros_like(b)
-        if self.words.shape[1] == 1:
-            h = torch.zeros_like(h)
-        q = (i[:, None] * BLOCK + torch.arange(BLOCK)).clamp_(max=self.grid.seqlen_q - 1)
-        tiles = self.words[b[:, None], h[:, None], q, j[:, None]]
-        return Bits(tiles, torch.arange(len(keys)))
-
-    def cells(self) -> Tensor:
-        cells = unpack(self.words.flatten(-2))[..., : self.grid.seqlen_k]
-        return cells.to(self.grid.device)
-
-    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """As `Cells.visible`."""
-        plane = (x[:, None, None] * (n > 1) for x, n in zip((b, h), self.words.shape, strict=False))
-        k = k[:, None, :]
-        words = self.words[(*plane, q[:, :, None], k // BLOCK, k % BLOCK // 32)]
-        return (words >> (k % 32) & 1).bool()
-
-
-class TracedTensor(Node):
-    """A bool tensor of a graph, not packed."""
-
-    def __init__(self, grid: Grid, visible: Tensor):
-        super().__init__(grid)
-        self._visible = visible
-
-    def cells(self) -> Tensor:
-        return self._visible.to(self.grid.device)
-
-
 class Join(Node):
     """A mask composed of other masks."""
 
@@ -422,16 +288,6 @@ def either(a: Node, b: Node) -> Node:
 def invert(a: Node) -> Node:
     """NOT a; intervals have a closed form."""
     return ~a if isinstance(a, Interval) else Not(a.grid, a)
-
-
-def pack_dense(cells: Tensor) -> Tensor:
-    """Bool (..., seqlen_k) to words (..., key blocks * 4) on the CPU, a few rows at a time."""
-    seqlen_k = cells.shape[-1]
-    rows = cells.reshape(cells.shape[:-1].numel(), seqlen_k)
-    pad = num_blocks(seqlen_k) * BLOCK - seqlen_k
-    step = max(1, (1 << 22) // max(seqlen_k, 1))
-    words = [pack(F.pad(chunk, (0, pad))).cpu() for chunk in rows.split(step)]
-    return torch.cat(words).view(*cells.shape[:-1], num_blocks(seqlen_k) * WORDS)
 
 
 def build(node: Node) -> BlockMask:

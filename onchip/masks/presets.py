@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from .bits import BLOCK
+from .cells import BlockPattern
 from .mods import Mask, causal, positions, window
-from .nodes import BlockPattern, Grid, Interval
+from .nodes import Grid, Interval
 
 
 def block_local(block: int = BLOCK) -> Mask:

@@ -2,17 +2,14 @@
 many ranks.
 """
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
 from .bits import BLOCK
 from .blockmask import BlockMask
+from .cells import Cells, Dense, Submask
 from .mods import Mask
-from .nodes import EMPTY, FULL, PARTIAL, Cells, Dense, Grid, Interval, Join, Node, Not
-
-_NEAR = 2  # a submask's block is decided by blocks of the whole if it touches at most so many
+from .nodes import FULL, PARTIAL, Grid, Interval, Join, Node, Not
 
 
 def node_of(
@@ -39,49 +36,6 @@ def submask(node: Node, rows: Tensor, cols: Tensor) -> Node:
     if isinstance(node, (Cells, Dense)):
         return Submask(grid, node, rows, cols)
     raise TypeError(f"{type(node).__name__} has no submask")
-
-
-class Submask(Cells):
-    """Rows and columns of a mask that is evaluated cell by cell."""
-
-    def __init__(self, grid: Grid, whole: Cells | Dense, rows: Tensor, cols: Tensor):
-        super().__init__(grid)
-        self.whole, self._rows, self._cols = whole, rows, cols
-
-    def visible(self, b, h, q, k):
-        return self.whole.visible(b, h, self._rows[q], self._cols[k])
-
-    def status(self, keys: Tensor) -> Tensor:
-        """Decided by the blocks of the whole if a block touches few of them, else PARTIAL."""
-        result = super().status(keys)
-        b, h, i, j = self.grid.split(keys)
-        (first_i, last_i), (first_j, last_j) = self._touched[0][:, i], self._touched[1][:, j]
-        near = (last_i - first_i < _NEAR) & (last_j - first_j < _NEAR)
-        all_, none = near.clone(), near.clone()
-        for step_i in range(_NEAR):
-            for step_j in range(_NEAR):
-                row = torch.minimum(first_i + step_i, last_i)
-                col = torch.minimum(first_j + step_j, last_j)
-                status = self._status_of_blocks(b[near], h[near], row[near], col[near])
-                all_[near] &= status == FULL
-                none[near] &= status == EMPTY
-        result[all_], result[none] = FULL, EMPTY
-        return result
-
-    def _status_of_blocks(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        grid = self.whole.grid
-        return self.whole.status(((b * grid.heads + h) * grid.blocks_q + i) * grid.blocks_k + j)
-
-    @cached_property
-    def _touched(self) -> tuple[Tensor, Tensor]:
-        """First and last block of the whole that each block of rows, and of columns, touches."""
-        return _first_and_last(self._rows), _first_and_last(self._cols)
-
-
-def _first_and_last(positions: Tensor) -> Tensor:
-    starts = torch.arange(0, len(positions), BLOCK)
-    ends = (starts + BLOCK - 1).clamp(max=len(positions) - 1)
-    return torch.stack([positions[starts], positions[ends]]) // BLOCK
 
 
 class BuiltMask(Cells):

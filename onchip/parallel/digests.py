@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from onchip.masks import BLOCK, BlockMask, Mask
-from onchip.masks.nodes import Cells, Dense, Grid, Interval, Join, Node, Not
+from onchip.masks.cells import Cells, Dense
+from onchip.masks.nodes import Grid, Interval, Join, Node, Not
 from onchip.masks.submask import node_of
 from onchip.parallel.rounds import MAX_PLANS
 
