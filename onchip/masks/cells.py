@@ -22,13 +22,13 @@ class Cells(Node):
         """Bool (n, 128, 128) from b, h (n) and the indices q, k (n, 128), all within range."""
         raise NotImplementedError
 
-    def compute_bits(self, keys: Tensor) -> Bits:
-        chunks = [self._tiles(chunk) for chunk in keys.split(_CELL_BLOCKS_AT_ONCE)]
-        return Bits(torch.cat(chunks), torch.arange(len(keys)))
+    def compute_bits(self, block_ids: Tensor) -> Bits:
+        chunks = [self._tiles(chunk) for chunk in block_ids.split(_CELL_BLOCKS_AT_ONCE)]
+        return Bits(torch.cat(chunks), torch.arange(len(block_ids)))
 
-    def _tiles(self, keys: Tensor) -> Tensor:
+    def _tiles(self, block_ids: Tensor) -> Tensor:
         grid, steps = self.grid, torch.arange(BLOCK)
-        b, h, i, j = grid.split(keys)
+        b, h, i, j = grid.split(block_ids)
         q = (i[:, None] * BLOCK + steps).clamp_(max=grid.seqlen_q - 1)
         k = (j[:, None] * BLOCK + steps).clamp_(max=grid.seqlen_k - 1)
         return pack(self.visible(b, h, q, k)).cpu()
@@ -81,13 +81,13 @@ class BlockPattern(Cells):
         i, j = (q + self._shift) // self._block_q, k // self._block_k
         return self._rule(b, h, i, j).to(self.grid.device)
 
-    def status(self, keys: Tensor) -> Tensor:
+    def status(self, block_ids: Tensor) -> Tensor:
         grid = self.grid
-        b, h, i, j = grid.split(keys)
+        b, h, i, j = grid.split(block_ids)
         rows = _touched(i * BLOCK, grid.seqlen_q, self._shift, self._block_q)
         cols = _touched(j * BLOCK, grid.seqlen_k, 0, self._block_k)
-        some = torch.zeros(len(keys), dtype=torch.bool)
-        all_ = torch.ones(len(keys), dtype=torch.bool)
+        some = torch.zeros(len(block_ids), dtype=torch.bool)
+        all_ = torch.ones(len(block_ids), dtype=torch.bool)
         for row in rows:
             for col in cols:
                 seen = self._rule(b, h, row, col)
@@ -110,15 +110,15 @@ class Dense(Node):
         super().__init__(grid)
         self.words = words.unflatten(-1, (-1, WORDS))
 
-    def compute_bits(self, keys: Tensor) -> Bits:
-        b, h, i, j = self.grid.split(keys)
+    def compute_bits(self, block_ids: Tensor) -> Bits:
+        b, h, i, j = self.grid.split(block_ids)
         if self.words.shape[0] == 1:
             b = torch.zeros_like(b)
         if self.words.shape[1] == 1:
             h = torch.zeros_like(h)
         q = (i[:, None] * BLOCK + torch.arange(BLOCK)).clamp_(max=self.grid.seqlen_q - 1)
         tiles = self.words[b[:, None], h[:, None], q, j[:, None]]
-        return Bits(tiles, torch.arange(len(keys)))
+        return Bits(tiles, torch.arange(len(block_ids)))
 
     def cells(self) -> Tensor:
         cells = unpack(self.words.flatten(-2))[..., : self.grid.seqlen_k]
@@ -163,10 +163,10 @@ class Submask(Cells):
     def visible(self, b, h, q, k):
         return self.whole.visible(b, h, self._rows[q], self._cols[k])
 
-    def status(self, keys: Tensor) -> Tensor:
+    def status(self, block_ids: Tensor) -> Tensor:
         """Decided by the blocks of the whole if a block touches few of them, else PARTIAL."""
-        result = super().status(keys)
-        b, h, i, j = self.grid.split(keys)
+        result = super().status(block_ids)
+        b, h, i, j = self.grid.split(block_ids)
         (first_i, last_i), (first_j, last_j) = self._touched[0][:, i], self._touched[1][:, j]
         near = (last_i - first_i < _NEAR) & (last_j - first_j < _NEAR)
         all_, none = near.clone(), near.clone()

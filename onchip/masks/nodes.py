@@ -1,7 +1,7 @@
 """From a mask expression to its blocks, without evaluating anything N x N.
 
-Every node has three methods on blocks (keys are (plane * query_blocks + i) * key_blocks + j,
-int64): `candidates` lists the blocks that may be non-empty, `status` tells whether a block is
+Every node has three methods on blocks (block_ids: int64 (plane * query_blocks + i) * key_blocks
++ j): `candidates` lists the blocks that may be non-empty, `status` tells whether a block is
 EMPTY, FULL or undecided, and `bits` gives its bits. `status` is three-valued logic: AND is the
 minimum, OR the maximum, NOT the reflection. So bits are computed only for blocks that the structure
 leaves undecided, and the result is exact.
@@ -27,7 +27,7 @@ from .blockmask import BlockMask, assemble, divide, num_blocks
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
-_KEYS_AT_ONCE = 1 << 18  # where candidates are unknown, all blocks are tried in such chunks
+_IDS_AT_ONCE = 1 << 18  # where candidates are unknown, all blocks are tried in such chunks
 _BLOCKS_AT_ONCE = 8192  # bit tiles alive during a build: 16 MB
 
 
@@ -57,15 +57,15 @@ class Grid(NamedTuple):
     def num_blocks(self) -> int:
         return self.batch * self.heads * self.blocks_q * self.blocks_k
 
-    def split(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """keys to (b, h, i, j)."""
-        row, j = divide(keys, self.blocks_k)
+    def split(self, block_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The (b, h, i, j) of blocks."""
+        row, j = divide(block_ids, self.blocks_k)
         plane, i = divide(row, self.blocks_q)
         return *divide(plane, self.heads), i, j
 
-    def inside(self, keys: Tensor) -> Bits:
+    def inside(self, block_ids: Tensor) -> Bits:
         """The cells of each block that are within the lengths."""
-        _, _, i, j = self.split(keys)
+        _, _, i, j = self.split(block_ids)
         rows = torch.tensor([BLOCK, self.seqlen_q - (self.blocks_q - 1) * BLOCK])
         cols = torch.tensor([BLOCK, self.seqlen_k - (self.blocks_k - 1) * BLOCK])
         below = (torch.arange(BLOCK) < rows[:, None])[:, None]
@@ -81,14 +81,14 @@ class Node:
         self.grid = grid
 
     def candidates(self) -> Tensor | None:
-        """Ascending keys of all blocks that may be non-empty; None: any block may be."""
+        """Ascending ids of all blocks that may be non-empty; None: any block may be."""
         return None
 
-    def status(self, keys: Tensor) -> Tensor:
-        """uint8 per key: EMPTY and FULL are certain, PARTIAL means that only the bits decide."""
-        return torch.full(keys.shape, PARTIAL, dtype=torch.uint8)
+    def status(self, block_ids: Tensor) -> Tensor:
+        """uint8 per block: EMPTY and FULL are certain, PARTIAL means that only the bits decide."""
+        return torch.full(block_ids.shape, PARTIAL, dtype=torch.uint8)
 
-    def compute_bits(self, keys: Tensor) -> Bits:
+    def compute_bits(self, block_ids: Tensor) -> Bits:
         """Bit tiles of the given blocks; cells outside the lengths are arbitrary."""
         raise NotImplementedError
 
@@ -98,14 +98,14 @@ class Node:
         """
         raise NotImplementedError
 
-    def bits(self, keys: Tensor) -> Bits:
+    def bits(self, block_ids: Tensor) -> Bits:
         """As `compute_bits`, which is called only for the blocks that `status` leaves undecided."""
-        status = self.status(keys)
+        status = self.status(block_ids)
         known = Bits(constant_tiles(), (status == FULL).long())
         where = (status == PARTIAL).nonzero().flatten()
         if not len(where):
             return known
-        tiles, index = self.compute_bits(keys[where])
+        tiles, index = self.compute_bits(block_ids[where])
         known.tile_ids[where] = index + len(known.tiles)
         return Bits(torch.cat([known.tiles, tiles]), known.tile_ids)
 
@@ -170,13 +170,13 @@ class Interval(Node):
         up = BLOCK - 1
         return lo.amin(1) // BLOCK, (end + up) // BLOCK, (lo.amax(1) + up) // BLOCK, full_end
 
-    def _locate(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """The block row of each key in `_blocked` and `_ranges`, and its key block."""
+    def _locate(self, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The block row of each block in `_blocked` and `_ranges`, and its key block."""
         grid = self.grid
         if len(self._ranges[0]) > grid.blocks_q:
-            b, _, i, j = grid.split(keys)
+            b, _, i, j = grid.split(block_ids)
             return b * grid.blocks_q + i, j.int()
-        row, j = divide(keys, grid.blocks_k)
+        row, j = divide(block_ids, grid.blocks_k)
         return row % grid.blocks_q if grid.batch * grid.heads > 1 else row, j.int()
 
     def candidates(self) -> Tensor:
@@ -188,17 +188,17 @@ class Interval(Node):
         count = (end - first).clamp_(min=0)
         # Entry e of row r is column first[r] + (e - entries before row r).
         base = torch.arange(len(first)) * grid.blocks_k + first - (count.cumsum(0) - count)
-        keys = torch.repeat_interleave(base, count)
-        return keys.add_(torch.arange(len(keys)))
+        block_ids = torch.repeat_interleave(base, count)
+        return block_ids.add_(torch.arange(len(block_ids)))
 
-    def status(self, keys: Tensor) -> Tensor:
-        row, j = self._locate(keys)
+    def status(self, block_ids: Tensor) -> Tensor:
+        row, j = self._locate(block_ids)
         first, end, full_first, full_end = (x.index_select(0, row) for x in self._ranges)
         some, all_ = (first <= j) & (j < end), (full_first <= j) & (j < full_end)
         return some.to(torch.uint8) + all_
 
-    def compute_bits(self, keys: Tensor) -> Bits:
-        row, j = self._locate(keys)
+    def compute_bits(self, block_ids: Tensor) -> Bits:
+        row, j = self._locate(block_ids)
         start = (j * BLOCK)[:, None]
         lo, hi = (
             x.index_select(0, row).sub_(start).clamp_(0, BLOCK).to(torch.uint8)
@@ -221,14 +221,14 @@ class And(Join):
     """Visible in every part."""
 
     def candidates(self) -> Tensor | None:
-        known = [keys for part in self.parts if (keys := part.candidates()) is not None]
+        known = [ids for part in self.parts if (ids := part.candidates()) is not None]
         return min(known, key=len, default=None)
 
-    def status(self, keys: Tensor) -> Tensor:
-        return reduce(torch.minimum, (part.status(keys) for part in self.parts))
+    def status(self, block_ids: Tensor) -> Tensor:
+        return reduce(torch.minimum, (part.status(block_ids) for part in self.parts))
 
-    def compute_bits(self, keys: Tensor) -> Bits:
-        bits = (part.bits(keys) for part in self.parts)
+    def compute_bits(self, block_ids: Tensor) -> Bits:
+        bits = (part.bits(block_ids) for part in self.parts)
         return reduce(lambda a, b: combine(torch.bitwise_and, a, b), bits)
 
     def cells(self) -> Tensor:
@@ -240,13 +240,13 @@ class Or(Join):
 
     def candidates(self) -> Tensor | None:
         lists = [part.candidates() for part in self.parts]
-        return None if any(keys is None for keys in lists) else torch.unique(torch.cat(lists))
+        return None if any(ids is None for ids in lists) else torch.unique(torch.cat(lists))
 
-    def status(self, keys: Tensor) -> Tensor:
-        return reduce(torch.maximum, (part.status(keys) for part in self.parts))
+    def status(self, block_ids: Tensor) -> Tensor:
+        return reduce(torch.maximum, (part.status(block_ids) for part in self.parts))
 
-    def compute_bits(self, keys: Tensor) -> Bits:
-        bits = (part.bits(keys) for part in self.parts)
+    def compute_bits(self, block_ids: Tensor) -> Bits:
+        bits = (part.bits(block_ids) for part in self.parts)
         return reduce(lambda a, b: combine(torch.bitwise_or, a, b), bits)
 
     def cells(self) -> Tensor:
@@ -260,11 +260,11 @@ class Not(Node):
         super().__init__(grid)
         self.part = part
 
-    def status(self, keys: Tensor) -> Tensor:
-        return FULL - self.part.status(keys)
+    def status(self, block_ids: Tensor) -> Tensor:
+        return FULL - self.part.status(block_ids)
 
-    def compute_bits(self, keys: Tensor) -> Bits:
-        bits = self.part.bits(keys)
+    def compute_bits(self, block_ids: Tensor) -> Bits:
+        bits = self.part.bits(block_ids)
         return Bits(~bits.tiles, bits.tile_ids)
 
     def cells(self) -> Tensor:
@@ -292,11 +292,11 @@ def invert(a: Node) -> Node:
 
 def build(node: Node) -> BlockMask:
     """The exact EMPTY / PARTIAL / FULL blocks of a node, on the CPU."""
-    keys, status = _find_blocks(node)
+    block_ids, status = _find_blocks(node)
     open_ = (status == PARTIAL).nonzero().flatten()
     tiles, ids, count = [], [], 0
     for chunk in open_.split(_BLOCKS_AT_ONCE) if len(open_) else ():
-        partial, status[chunk], index = _classify(node, keys[chunk])
+        partial, status[chunk], index = _classify(node, block_ids[chunk])
         tiles.append(partial)
         ids.append(index + count)
         count += len(partial)
@@ -304,30 +304,30 @@ def build(node: Node) -> BlockMask:
     full = status[some] == FULL
     if not count:
         nothing = torch.empty(0, dtype=torch.int64)
-        return assemble(node.grid, keys[some], full, nothing, nothing.int())
+        return assemble(node.grid, block_ids[some], full, nothing, nothing.int())
     tiles, index = distinct_tiles(torch.cat(tiles))
-    return assemble(node.grid, keys[some], full, index[torch.cat(ids)], tiles)
+    return assemble(node.grid, block_ids[some], full, index[torch.cat(ids)], tiles)
 
 
 def _find_blocks(node: Node) -> tuple[Tensor, Tensor]:
-    """Ascending keys of the blocks that may be non-empty, and their status."""
+    """Ascending ids of the blocks that may be non-empty, and their status."""
     total = node.grid.num_blocks
-    keys = node.candidates() if total else torch.empty(0, dtype=torch.int64)
-    if keys is not None:
-        return keys, node.status(keys) if total else keys.to(torch.uint8)
+    block_ids = node.candidates() if total else torch.empty(0, dtype=torch.int64)
+    if block_ids is not None:
+        return block_ids, node.status(block_ids) if total else block_ids.to(torch.uint8)
     blocks = []
-    for start in range(0, total, _KEYS_AT_ONCE):
-        keys = torch.arange(start, min(start + _KEYS_AT_ONCE, total))
-        status = node.status(keys)
+    for start in range(0, total, _IDS_AT_ONCE):
+        block_ids = torch.arange(start, min(start + _IDS_AT_ONCE, total))
+        status = node.status(block_ids)
         some = (status != EMPTY).nonzero().flatten()
-        blocks.append((keys[some], status[some]))
-    keys, status = zip(*blocks, strict=True)
-    return torch.cat(keys), torch.cat(status)
+        blocks.append((block_ids[some], status[some]))
+    block_ids, status = zip(*blocks, strict=True)
+    return torch.cat(block_ids), torch.cat(status)
 
 
-def _classify(node: Node, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """PARTIAL tiles, the exact status per key, and the tile of each PARTIAL key."""
-    tiles, inside, index = distinct_pairs(node.bits(keys), node.grid.inside(keys))
+def _classify(node: Node, block_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """PARTIAL tiles, the exact status per block, and the tile of each PARTIAL block."""
+    tiles, inside, index = distinct_pairs(node.bits(block_ids), node.grid.inside(block_ids))
     tiles = tiles & inside
     some, all_ = (tiles != 0).flatten(1).any(1), (tiles == inside).flatten(1).all(1)
     status = (some.to(torch.uint8) + all_)[index]

@@ -51,8 +51,8 @@ class BuiltMask(Cells):
         tile = self._table[b, h, q // BLOCK, k // BLOCK]
         return (self._bits[tile, q % BLOCK, k % BLOCK // 32] >> (k % 32) & 1).bool()
 
-    def status(self, keys: Tensor) -> Tensor:
-        tile = self._table.view(-1)[keys]
+    def status(self, block_ids: Tensor) -> Tensor:
+        tile = self._table.view(-1)[block_ids]
         return torch.where(tile > 1, PARTIAL, tile * FULL).to(torch.uint8)
 
 
