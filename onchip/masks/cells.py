@@ -1,162 +1,89 @@
-"""Masks that are evaluated cell by cell: functions, rectangles, tensors, and selections of them."""
+"""Masks that are evaluated cell by cell: functions of a cell, and rectangles of cells."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .bits import BLOCK, WORDS, Bits, pack, unpack
-from .blockmask import num_blocks
+from .bits import BLOCK, Bits, pack
+from .blockmask import divide
 from .nodes import EMPTY, FULL, Grid, Node
 
 _CELL_BLOCKS_AT_ONCE = 64  # blocks evaluated cell by cell: 1M cells, 8 MB per int64 temporary
 _NEAR = 2  # a submask's block is decided by blocks of the whole if it touches at most so many
+# The identity of a mask has all its cells if it has at most so many blocks of 128 x 128 cells. A
+# larger one is sampled in that many random rectangles of 128 queries and 128 keys.
+_BLOCKS_OF_IDENTITY = 16
 
 
 class Cells(Node):
-    """A mask that is evaluated cell by cell by `visible`."""
+    """A mask that is evaluated cell by cell by `visible`: all that a node of this kind defines."""
 
+    @abstractmethod
     def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Bool (n, 128, 128) from b, h (n) and the indices q, k (n, 128), all within range."""
-        raise NotImplementedError
+        """Bool (n, rows, cols) from the planes b, h (n) and the indices q (n, rows) and k (n, cols)
+        of cells, all within range.
+        """
 
     def compute_bits(self, block_ids: Tensor) -> Bits:
         chunks = [self._tiles(chunk) for chunk in block_ids.split(_CELL_BLOCKS_AT_ONCE)]
         return Bits(torch.cat(chunks), torch.arange(len(block_ids)))
 
     def _tiles(self, block_ids: Tensor) -> Tensor:
+        """One tile per block. Rows and columns past the lengths repeat the last query and key, so
+        the tile of such a ragged block must not stand for another block, even one in which the rule
+        is the same.
+        """
+        return pack(self.visible(*self._cells_of(block_ids))).cpu()
+
+    def _cells_of(self, block_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The arguments of `visible` for whole blocks."""
         grid, steps = self.grid, torch.arange(BLOCK)
         b, h, i, j = grid.split(block_ids)
         q = (i[:, None] * BLOCK + steps).clamp_(max=grid.seqlen_q - 1)
         k = (j[:, None] * BLOCK + steps).clamp_(max=grid.seqlen_k - 1)
-        return pack(self.visible(b, h, q, k)).cpu()
-
-
-class Mod(Cells):
-    """`fn(b, h, q, k)` on scalar index tensors, as FlexAttention calls it."""
-
-    def __init__(self, grid: Grid, fn: Callable):
-        super().__init__(grid)
-        self._scalar = lambda *at: torch.as_tensor(fn(*at))
-        per_key = torch.vmap(self._scalar, in_dims=(None, None, None, 0))
-        self._fn = torch.vmap(torch.vmap(per_key, in_dims=(None, None, 0, None)))
-
-    def visible(self, b, h, q, k):
-        return self._fn(*(x.to(self.grid.device) for x in (b, h, q, k)))
+        return b, h, q, k
 
     def cells(self) -> Tensor:
-        fn = self._scalar
-        for axis in reversed(range(4)):
-            fn = torch.vmap(fn, in_dims=tuple(0 if i == axis else None for i in range(4)))
-        at = (torch.arange(n, device=self.grid.device) for n in self.grid[:4])
-        cells = fn(*at)
-        # vmap expands dimensions that do not depend on an index: undo it.
-        cells = cells if cells.stride(0) else cells[:1]
-        return cells if cells.stride(1) else cells[:, :1]
-
-
-class BlockPattern(Cells):
-    """Rectangles of block_q x block_k cells, each entirely visible or entirely hidden.
-
-    Cell (q, k) is visible iff rule(b, h, (q + shift) // block_q, k // block_k); `rule` works on
-    broadcastable index tensors. The rectangles may be smaller, larger or shifted against blocks.
-    """
-
-    def __init__(self, grid: Grid, rule: Callable, block_q=BLOCK, block_k=BLOCK, shift=0):
-        super().__init__(grid)
-        self._rule, self._block_q, self._block_k, self._shift = rule, block_q, block_k, shift
-
-    def visible(self, b, h, q, k):
-        b, h = b[:, None, None], h[:, None, None]
-        i, j = (q + self._shift) // self._block_q, k // self._block_k
-        return self._rule(b, h, i[:, :, None], j[:, None, :]).expand(-1, BLOCK, BLOCK)
-
-    def cells(self) -> Tensor:
-        b, h, q, k = (
-            torch.arange(n).view([-1 if i == axis else 1 for i in range(4)])
-            for axis, n in enumerate(self.grid[:4])
-        )
-        i, j = (q + self._shift) // self._block_q, k // self._block_k
-        return self._rule(b, h, i, j).to(self.grid.device)
-
-    def status(self, block_ids: Tensor) -> Tensor:
         grid = self.grid
-        b, h, i, j = grid.split(block_ids)
-        rows = _touched(i * BLOCK, grid.seqlen_q, self._shift, self._block_q)
-        cols = _touched(j * BLOCK, grid.seqlen_k, 0, self._block_k)
-        some = torch.zeros(len(block_ids), dtype=torch.bool)
-        all_ = torch.ones(len(block_ids), dtype=torch.bool)
-        for row in rows:
-            for col in cols:
-                seen = self._rule(b, h, row, col)
-                some, all_ = some | seen, all_ & seen
-        return some.to(torch.uint8) + all_
+        planes = torch.arange(grid.batch * grid.heads)
+        q, k = (torch.arange(n).expand(len(planes), n) for n in (grid.seqlen_q, grid.seqlen_k))
+        seen = self.visible(*divide(planes, grid.heads), q, k)
+        return seen.view(grid[:4]).to(grid.device)
+
+    def submask(self, rows: Tensor, cols: Tensor) -> "Submask":
+        return Submask(self._subgrid(rows, cols), self, rows, cols)
+
+    def identity(self) -> list[Tensor | str]:
+        """The cells; of a large mask a sample, the same on all ranks."""
+        grid = self.grid
+        if not grid.num_blocks:
+            return [torch.empty(0, dtype=torch.bool)]
+        if grid.num_blocks <= _BLOCKS_OF_IDENTITY:
+            return [self.visible(*self._cells_of(torch.arange(grid.num_blocks))).cpu()]
+        return [self.visible(*_draw_cells(grid)).cpu()]
 
 
-def _touched(start: Tensor, seqlen: int, shift: int, size: int) -> list[Tensor]:
-    """The rectangles that each block touches along one axis (the last one repeats)."""
-    first = (start + shift) // size
-    last = ((start + BLOCK - 1).clamp_(max=seqlen - 1) + shift) // size
-    most = int((last - first).max()) + 1 if len(start) else 0
-    return [torch.minimum(first + step, last) for step in range(most)]
-
-
-class Dense(Node):
-    """A bool tensor, as packed words (batch or 1, heads or 1, seqlen_q, key blocks * 4)."""
-
-    def __init__(self, grid: Grid, words: Tensor):
-        super().__init__(grid)
-        self.words = words.unflatten(-1, (-1, WORDS))
-
-    def compute_bits(self, block_ids: Tensor) -> Bits:
-        b, h, i, j = self.grid.split(block_ids)
-        if self.words.shape[0] == 1:
-            b = torch.zeros_like(b)
-        if self.words.shape[1] == 1:
-            h = torch.zeros_like(h)
-        q = (i[:, None] * BLOCK + torch.arange(BLOCK)).clamp_(max=self.grid.seqlen_q - 1)
-        tiles = self.words[b[:, None], h[:, None], q, j[:, None]]
-        return Bits(tiles, torch.arange(len(block_ids)))
-
-    def cells(self) -> Tensor:
-        cells = unpack(self.words.flatten(-2))[..., : self.grid.seqlen_k]
-        return cells.to(self.grid.device)
-
-    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """As `Cells.visible`."""
-        plane = (x[:, None, None] * (n > 1) for x, n in zip((b, h), self.words.shape, strict=False))
-        k = k[:, None, :]
-        words = self.words[(*plane, q[:, :, None], k // BLOCK, k % BLOCK // 32)]
-        return (words >> (k % 32) & 1).bool()
-
-
-class TracedTensor(Node):
-    """A bool tensor of a graph, not packed."""
-
-    def __init__(self, grid: Grid, visible: Tensor):
-        super().__init__(grid)
-        self._visible = visible
-
-    def cells(self) -> Tensor:
-        return self._visible.to(self.grid.device)
-
-
-def pack_dense(cells: Tensor) -> Tensor:
-    """Bool (..., seqlen_k) to words (..., key blocks * 4) on the CPU, a few rows at a time."""
-    seqlen_k = cells.shape[-1]
-    rows = cells.reshape(cells.shape[:-1].numel(), seqlen_k)
-    pad = num_blocks(seqlen_k) * BLOCK - seqlen_k
-    step = max(1, (1 << 22) // max(seqlen_k, 1))
-    words = [pack(F.pad(chunk, (0, pad))).cpu() for chunk in rows.split(step)]
-    return torch.cat(words).view(*cells.shape[:-1], num_blocks(seqlen_k) * WORDS)
+def _draw_cells(grid: Grid) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(batch, head, queries, keys) of random rectangles. Half of them are blocks on the diagonal,
+    where most masks end; half have queries and keys from anywhere.
+    """
+    draw, half = torch.Generator().manual_seed(0), _BLOCKS_OF_IDENTITY // 2
+    some = lambda end, *shape: torch.randint(end, shape, generator=draw)
+    b, h = some(grid.batch, _BLOCKS_OF_IDENTITY), some(grid.heads, _BLOCKS_OF_IDENTITY)
+    start, steps = some(max(1, grid.seqlen_q - BLOCK), half, 1), torch.arange(BLOCK)
+    near = (start + grid.offset).clamp(min=0) + steps
+    q = torch.cat([start + steps, some(grid.seqlen_q, half, BLOCK)])
+    k = torch.cat([near, some(grid.seqlen_k, half, BLOCK)])
+    return b, h, q.clamp(max=grid.seqlen_q - 1), k.clamp(max=grid.seqlen_k - 1)
 
 
 class Submask(Cells):
     """Rows and columns of a mask that is evaluated cell by cell."""
 
-    def __init__(self, grid: Grid, whole: Cells | Dense, rows: Tensor, cols: Tensor):
+    def __init__(self, grid: Grid, whole: Cells, rows: Tensor, cols: Tensor):
         super().__init__(grid)
         self.whole, self._rows, self._cols = whole, rows, cols
 
@@ -194,3 +121,76 @@ def _first_and_last(positions: Tensor) -> Tensor:
     starts = torch.arange(0, len(positions), BLOCK)
     ends = (starts + BLOCK - 1).clamp(max=len(positions) - 1)
     return torch.stack([positions[starts], positions[ends]]) // BLOCK
+
+
+class Mod(Cells):
+    """`fn(b, h, q, k)` on scalar index tensors, as FlexAttention calls it."""
+
+    def __init__(self, grid: Grid, fn: Callable):
+        super().__init__(grid)
+        self._scalar = lambda *at: torch.as_tensor(fn(*at))
+        per_key = torch.vmap(self._scalar, in_dims=(None, None, None, 0))
+        self._fn = torch.vmap(torch.vmap(per_key, in_dims=(None, None, 0, None)))
+
+    def visible(self, b, h, q, k):
+        return self._fn(*(x.to(self.grid.device) for x in (b, h, q, k)))
+
+    def cells(self) -> Tensor:
+        fn = self._scalar
+        for axis in reversed(range(4)):
+            fn = torch.vmap(fn, in_dims=tuple(0 if i == axis else None for i in range(4)))
+        at = (torch.arange(n, device=self.grid.device) for n in self.grid[:4])
+        cells = fn(*at)
+        # vmap expands dimensions that do not depend on an index: undo it.
+        cells = cells if cells.stride(0) else cells[:1]
+        return cells if cells.stride(1) else cells[:, :1]
+
+
+class BlockPattern(Cells):
+    """Rectangles of block_q x block_k cells, each entirely visible or entirely hidden.
+
+    Cell (q, k) is visible iff rule(b, h, (q + shift) // block_q, k // block_k); `rule` works on
+    broadcastable index tensors.
+
+    Meant for rectangles of 128 x 128 cells or larger, which may be shifted against blocks: `status`
+    calls the rule once for each rectangle that a block touches, at most 4 times. Smaller ones are
+    exact but slow: 32 x 32 takes 16 to 25 calls, 1 x 1 16,384. A rule of single cells is a `Mod`.
+    """
+
+    def __init__(self, grid: Grid, rule: Callable, block_q=BLOCK, block_k=BLOCK, shift=0):
+        super().__init__(grid)
+        self._rule, self._block_q, self._block_k, self._shift = rule, block_q, block_k, shift
+
+    def visible(self, b, h, q, k):
+        b, h = b[:, None, None], h[:, None, None]
+        i, j = (q + self._shift) // self._block_q, k // self._block_k
+        return self._rule(b, h, i[:, :, None], j[:, None, :]).expand(len(b), q.shape[1], k.shape[1])
+
+    def cells(self) -> Tensor:
+        b, h, q, k = (
+            torch.arange(n).view([-1 if i == axis else 1 for i in range(4)])
+            for axis, n in enumerate(self.grid[:4])
+        )
+        i, j = (q + self._shift) // self._block_q, k // self._block_k
+        return self._rule(b, h, i, j).to(self.grid.device)
+
+    def status(self, block_ids: Tensor) -> Tensor:
+        grid = self.grid
+        b, h, i, j = grid.split(block_ids)
+        rows = _touched(i * BLOCK, grid.seqlen_q, self._shift, self._block_q)
+        cols = _touched(j * BLOCK, grid.seqlen_k, 0, self._block_k)
+        some = torch.zeros(len(block_ids), dtype=torch.bool)
+        all_ = torch.ones(len(block_ids), dtype=torch.bool)
+        for row in rows:
+            for col in cols:
+                seen = self._rule(b, h, row, col)
+                some, all_ = some | seen, all_ & seen
+        return some.to(torch.uint8) + all_
+
+
+def _touched(start: Tensor, seqlen: int, shift: int, size: int) -> list[Tensor]:
+    """The rectangles that each block touches along one axis (the last one repeats)."""
+    first = (start + shift) // size
+    last = ((start + BLOCK - 1).clamp_(max=seqlen - 1) + shift) // size
+    most = int((last - first).max()) + 1 if len(start) else 0
+    return [torch.minimum(first + step, last) for step in range(most)]

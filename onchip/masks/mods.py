@@ -16,8 +16,9 @@ from torch import Tensor
 
 from . import nodes
 from .blockmask import BlockMask
-from .cells import BlockPattern, Dense, Mod, TracedTensor, pack_dense
+from .cells import BlockPattern, Mod
 from .nodes import Grid, Interval, Node
+from .tensors import BuiltMask, Dense, TracedTensor, pack_dense
 from .trace import depends_on_planes
 
 _MAX_BUILDS = 4  # builds cached per expression: a training and an evaluation length, twice
@@ -89,7 +90,7 @@ class Mask:
     def node(
         self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device | str
     ) -> Node:
-        """This mask for these lengths as a node, from which `submask` selects."""
+        """This mask for these lengths as a node (see `nodes.Node`)."""
         return self._resolve(self._grid(batch, heads, seqlen_q, seqlen_k, torch.device(device)))
 
     def _grid(
@@ -428,6 +429,15 @@ def build(mask, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device="cp
         return mask.build(batch, heads, seqlen_q, seqlen_k, device)
     _check_fit("BlockMask", mask.shape, (batch, heads, seqlen_q, seqlen_k))
     return mask.to(device)
+
+
+def node_of(
+    mask: Mask | BlockMask, planes: tuple[int, int], lengths: tuple[int, int], device: torch.device
+) -> Node:
+    """The node of a mask: planes are (batch, heads), lengths (seqlen_q, seqlen_k)."""
+    if isinstance(mask, BlockMask):
+        return BuiltMask(mask)
+    return mask.node(*planes, *lengths, device)
 
 
 def positions(grid: Grid) -> Tensor:

@@ -1,12 +1,11 @@
-"""From a mask expression to its blocks, without evaluating anything N x N.
+"""From a mask expression to its blocks, without evaluating anything N x N: the contract of a node,
+intervals, and nodes that join others. `cells.py` has the nodes that are evaluated cell by cell.
 
-Every node has three methods on blocks (block_ids: int64 (plane * query_blocks + i) * key_blocks
-+ j): `candidates` lists the blocks that may be non-empty, `status` tells whether a block is
-EMPTY, FULL or undecided, and `bits` gives its bits. `status` is three-valued logic: AND is the
-minimum, OR the maximum, NOT the reflection. So bits are computed only for blocks that the structure
-leaves undecided, and the result is exact.
+`Node.status` is three-valued logic: AND is the minimum, OR the maximum, NOT the reflection. So bits
+are computed only for blocks that the structure leaves undecided, and the result is exact.
 """
 
+from abc import ABC, abstractmethod
 from functools import cached_property, reduce
 from typing import NamedTuple
 
@@ -74,11 +73,42 @@ class Grid(NamedTuple):
         return Bits(interval_tiles(torch.zeros_like(hi), hi), last_row * 2 + last_col)
 
 
-class Node:
-    """A mask on a grid."""
+class Node(ABC):
+    """A mask on a grid.
+
+    Blocks are given by block_ids, int64 (plane * query_blocks + i) * key_blocks + j. A node defines
+
+    - `compute_bits`: the cells of blocks, for a build;
+    - `cells`: all cells, for a graph;
+    - `submask`: some of its rows and columns, for one rank of a ring;
+    - `identity`: what differs if the mask differs, for the comparison of ranks.
+
+    A node of `cells.Cells` defines `visible` alone. A node that knows its structure also overrides
+    `candidates` and `status`: otherwise every block is evaluated cell by cell.
+    """
 
     def __init__(self, grid: Grid):
         self.grid = grid
+
+    @abstractmethod
+    def compute_bits(self, block_ids: Tensor) -> Bits:
+        """Bit tiles of the given blocks; cells outside the lengths are arbitrary."""
+
+    @abstractmethod
+    def cells(self) -> Tensor:
+        """Bool (batch or 1, heads or 1, seqlen_q, seqlen_k) on the grid's device, by operations
+        that a graph can hold: O(seqlen_q x seqlen_k) memory.
+        """
+
+    @abstractmethod
+    def submask(self, rows: Tensor, cols: Tensor) -> "Node":
+        """Rows and columns of this mask: cell (i, j) of the result is cell (rows[i], cols[j]).
+        rows and cols are int64, ascending, on the CPU.
+        """
+
+    @abstractmethod
+    def identity(self) -> list[Tensor | str]:
+        """Tensors and names, equal for equal masks on this grid and small enough to be hashed."""
 
     def candidates(self) -> Tensor | None:
         """Ascending ids of all blocks that may be non-empty; None: any block may be."""
@@ -87,16 +117,6 @@ class Node:
     def status(self, block_ids: Tensor) -> Tensor:
         """uint8 per block: EMPTY and FULL are certain, PARTIAL means that only the bits decide."""
         return torch.full(block_ids.shape, PARTIAL, dtype=torch.uint8)
-
-    def compute_bits(self, block_ids: Tensor) -> Bits:
-        """Bit tiles of the given blocks; cells outside the lengths are arbitrary."""
-        raise NotImplementedError
-
-    def cells(self) -> Tensor:
-        """Bool (batch or 1, heads or 1, seqlen_q, seqlen_k) on the grid's device, by operations
-        that a graph can hold: O(seqlen_q x seqlen_k) memory.
-        """
-        raise NotImplementedError
 
     def bits(self, block_ids: Tensor) -> Bits:
         """As `compute_bits`, which is called only for the blocks that `status` leaves undecided."""
@@ -108,6 +128,9 @@ class Node:
         tiles, index = self.compute_bits(block_ids[where])
         known.tile_ids[where] = index + len(known.tiles)
         return Bits(torch.cat([known.tiles, tiles]), known.tile_ids)
+
+    def _subgrid(self, rows: Tensor, cols: Tensor) -> Grid:
+        return self.grid._replace(seqlen_q=len(rows), seqlen_k=len(cols))
 
 
 class Interval(Node):
@@ -148,6 +171,13 @@ class Interval(Node):
         lo, hi = (x.to(self.grid.device)[:, None, :, None] for x in self.find_bounds())
         k = torch.arange(self.grid.seqlen_k, device=self.grid.device)
         return (lo <= k) & (k < hi)
+
+    def submask(self, rows: Tensor, cols: Tensor) -> "Interval":
+        lo, hi = (torch.searchsorted(cols, x.long()[:, rows]) for x in self.bounds)
+        return Interval(self._subgrid(rows, cols), lo, hi)
+
+    def identity(self) -> list[Tensor | str]:
+        return [*self.bounds]
 
     @cached_property
     def _blocked(self) -> tuple[Tensor, Tensor]:
@@ -216,6 +246,13 @@ class Join(Node):
         super().__init__(grid)
         self.parts = parts
 
+    def submask(self, rows: Tensor, cols: Tensor) -> "Join":
+        parts = [part.submask(rows, cols) for part in self.parts]
+        return type(self)(self._subgrid(rows, cols), parts)
+
+    def identity(self) -> list[Tensor | str]:
+        return [type(self).__name__, *(x for part in self.parts for x in (*part.identity(), "|"))]
+
 
 class And(Join):
     """Visible in every part."""
@@ -269,6 +306,12 @@ class Not(Node):
 
     def cells(self) -> Tensor:
         return ~self.part.cells()
+
+    def submask(self, rows: Tensor, cols: Tensor) -> "Not":
+        return Not(self._subgrid(rows, cols), self.part.submask(rows, cols))
+
+    def identity(self) -> list[Tensor | str]:
+        return ["not", *self.part.identity()]
 
 
 def both(a: Node, b: Node) -> Node:

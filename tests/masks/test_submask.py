@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from onchip import masks
+from onchip.masks.mods import node_of
 from onchip.masks.nodes import Interval, build
-from onchip.masks.submask import node_of, submask
 
 SEQLEN = 700
 CU = torch.tensor([0, 3, 130, 131, 500, 700], dtype=torch.int32)
@@ -48,11 +48,11 @@ def test_a_submask_has_the_cells_of_the_whole(name, built):
     node = node_of(whole if built else RULES[name], planes, lengths, torch.device("cpu"))
     for rows, cols in PAIRS:
         rows, cols = PICKS[rows], PICKS[cols]
-        found = build(submask(node, rows, cols)).to_dense()
+        found = build(node.submask(rows, cols)).to_dense()
         assert torch.equal(found, dense[:, :, rows][:, :, :, cols])
 
 
 def test_intervals_stay_intervals():
     """Otherwise a ring round of causal documents would not be recognised as such."""
     node = node_of(RULES["document"], (1, 1), (SEQLEN, SEQLEN), torch.device("cpu"))
-    assert isinstance(submask(node, PICKS["zigzag"], PICKS["any"]), Interval)
+    assert isinstance(node.submask(PICKS["zigzag"], PICKS["any"]), Interval)
