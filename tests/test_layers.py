@@ -29,7 +29,7 @@ ALLOWED = {
     "core.extras": set(),
     "core.device": set(),
     "core.torch_mode": set(),
-    "masks": {"core.extras"},
+    "masks": {"core.arguments", "core.extras"},
     "core.problem": {"masks"},
     "core.validation": {"core.arguments", "core.problem", "core.torch_mode"},
     "core.values": {"core.arguments", "core.problem"},

@@ -108,7 +108,9 @@ class Node(ABC):
 
     @abstractmethod
     def identity(self) -> list[Tensor | str]:
-        """Tensors and names, equal for equal masks on this grid and small enough to be hashed."""
+        """Tensors and names to be hashed: equal if the expression and its values are, different if
+        a cell differs. Cells of a large mask may be sampled.
+        """
 
     def candidates(self) -> Tensor | None:
         """Ascending ids of all blocks that may be non-empty; None: any block may be."""

@@ -32,11 +32,10 @@ class Dense(Cells):
         return cells.to(self.grid.device)
 
     def visible(self, b, h, q, k):
-        plane = (
-            x[:, None, None] * (n > 1) for x, n in zip((b, h), self._words.shape, strict=False)
-        )
-        k = k[:, None, :]
-        words = self._words[(*plane, q[:, :, None], k // BLOCK, k % BLOCK // 32)]
+        planes_b, planes_h = self._words.shape[:2]
+        b, h = b[:, None, None] * (planes_b > 1), h[:, None, None] * (planes_h > 1)
+        q, k = q[:, :, None], k[:, None, :]
+        words = self._words[b, h, q, k // BLOCK, k % BLOCK // 32]
         return (words >> (k % 32) & 1).bool()
 
     def identity(self) -> list[Tensor | str]:
@@ -84,6 +83,9 @@ class BuiltMask(Cells):
     def status(self, block_ids: Tensor) -> Tensor:
         tile = self._table.view(-1)[block_ids]
         return torch.where(tile > 1, PARTIAL, tile * FULL).to(torch.uint8)
+
+    def identity(self) -> list[Tensor | str]:
+        return [self._table, self._bits]
 
 
 def _table(mask: BlockMask, grid: Grid) -> Tensor:

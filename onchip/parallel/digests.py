@@ -43,8 +43,6 @@ def of_mask(
 def _of_mask(
     mask: Mask | BlockMask, planes: tuple[int, int], seqlen: int, device: torch.device
 ) -> str:
-    if isinstance(mask, BlockMask):
-        return f"{mask} {_digest(*mask.rows, mask.tiles)}"
     return f"{mask} {_digest(*node_of(mask, planes, (seqlen, seqlen), device).identity())}"
 
 
