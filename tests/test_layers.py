@@ -64,7 +64,7 @@ ALLOWED = {
     },
     "core.explain": {
         *("core.arguments", "core.backend", "core.device", "core.dispatch", "core.functional"),
-        *("core.paged", "core.problem", "cost", "fold", "kernels.tiles"),
+        *("core.paged", "core.problem", "cost", "fold", "kernels.tiles", "masks"),
     },
     "testing": {"core.state", "core.problem", "masks"},  # judges kernels, so it imports none
     "kvcache": {"core.device", "core.problem", "core.values", "quant"},

@@ -128,11 +128,15 @@ class BlockMask:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors())
 
+    @property
+    def num_blocks(self) -> int:
+        """Of all planes, EMPTY ones included."""
+        planes_b, planes_h, seqlen_q, seqlen_k = self.shape
+        return planes_b * planes_h * num_blocks(seqlen_q) * num_blocks(seqlen_k)
+
     def density(self) -> float:
         """The fraction of the blocks that are not EMPTY (0.0 for a mask without blocks)."""
-        planes_b, planes_h, seqlen_q, seqlen_k = self.shape
-        blocks = planes_b * planes_h * num_blocks(seqlen_q) * num_blocks(seqlen_k)
-        return (self.num_full + self.num_partial) / blocks if blocks else 0.0
+        return (self.num_full + self.num_partial) / self.num_blocks if self.num_blocks else 0.0
 
     def status(self, b: int = 0, h: int = 0) -> Tensor:
         """Plane (b, h) as a (query blocks, key blocks) uint8 grid: 0 EMPTY, 1 PARTIAL, 2 FULL."""
@@ -222,6 +226,12 @@ class HostRows(NamedTuple):
 
 def num_blocks(seqlen: int) -> int:
     return (seqlen + BLOCK - 1) // BLOCK
+
+
+def describe_blocks(full: int, partial: int, total: int) -> str:
+    """The sentence under a picture, and in explain()."""
+    share = (full + partial) / total if total else 0.0
+    return f"{full} FULL and {partial} PARTIAL of {total} blocks ({share:.2%} visited)"
 
 
 def divide(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
