@@ -1,5 +1,5 @@
-"""Explanations of calls: the blocks of masks; the pages that paged calls read, their splits, and the
-time that sharing saves.
+"""Explanations of calls: the blocks of masks; the pages that paged calls read, their splits, and
+the time that sharing saves.
 """
 
 from importlib.util import find_spec
