@@ -29,7 +29,7 @@ ALLOWED = {
     "core.extras": set(),
     "core.device": set(),
     "core.torch_mode": set(),
-    "masks": {"core.extras"},
+    "masks": {"core.arguments", "core.extras"},
     "core.problem": {"masks"},
     "core.validation": {"core.arguments", "core.problem", "core.torch_mode"},
     "core.values": {"core.arguments", "core.problem"},
@@ -64,7 +64,7 @@ ALLOWED = {
     },
     "core.explain": {
         *("core.arguments", "core.backend", "core.device", "core.dispatch", "core.functional"),
-        *("core.paged", "core.problem", "cost", "fold", "kernels.tiles"),
+        *("core.paged", "core.problem", "cost", "fold", "kernels.tiles", "masks"),
     },
     "testing": {"core.state", "core.problem", "masks"},  # judges kernels, so it imports none
     "kvcache": {"core.device", "core.problem", "core.values", "quant"},

@@ -47,13 +47,20 @@ FOREIGN_NAMES = {
     "value_cache": "v_pages",
     "window": "window_size=(left, right)",
 }
+# Names of options that another function has: what to call instead.
+OTHER_FUNCTIONS = {
+    ("varlen_attention", "mask"): (
+        "attention(q[None], k[None], v[None], mask=masks.document(cu_seqlens) & ...)"
+    ),
+}
 
 
 def refuse_unknown(function: str, unknown: Mapping[str, Any], known: Mapping[str, Any]) -> NoReturn:
     """Raise TypeError for the first unknown keyword, and suggest the name that the function has."""
     name = next(iter(unknown))
     close = difflib.get_close_matches(name, known, n=1)
-    suggestion = FOREIGN_NAMES.get(name) or (close[0] if close else None)
+    known_name = OTHER_FUNCTIONS.get((function, name)) or FOREIGN_NAMES.get(name)
+    suggestion = known_name or (close[0] if close else None)
     hint = "" if suggestion is None else f": did you mean {suggestion}?"
     raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 

@@ -30,6 +30,9 @@ from onchip.cost.roofline import (
 )
 from onchip.cost.splits import first_key
 from onchip.fold import cascade
+from onchip.masks import BlockMask, as_mask
+from onchip.masks.blockmask import describe_blocks
+from onchip.masks.deferred import DeferredMask
 
 SCALARS = tuple(name for name in Options._fields if name != "sm_partition")  # which is internal
 _OPTIONS = {*signature(attention).parameters, *signature(paged_attention).parameters, "plan"}
@@ -77,7 +80,7 @@ class Explanation(NamedTuple):
     problem: Problem
     device: DeviceInfo
     plan: Plan  # of the whole call, also if it is split into parts
-    flops: int  # forward, over visible pairs; a non-empty block of a mask counts as visible
+    flops: int  # forward, over visible cells; those of a mask in whole blocks (`_counted`)
     min_bytes: int  # each input read once, each output written once
     scores_bytes: int  # memory of the score matrix in standard attention
     residual_bytes: int = 0  # rounding error of out that precise_delta saves for the backward
@@ -86,6 +89,7 @@ class Explanation(NamedTuple):
     splits: KeySplits | None = None
     sharing: PrefixSharing | None = None
     parts: tuple[ServedPart, ...] = ()  # of a mixed batch that is split
+    mask: str = ""  # its expression, and how many of its blocks are FULL and PARTIAL
 
     @property
     def roofline(self) -> TimePrediction | None:
@@ -109,6 +113,12 @@ class Explanation(NamedTuple):
         return predict(p, hardware, kernel, backward=True, density=self._density)
 
     @property
+    def _counted(self) -> str:
+        """Kernels compute non-empty blocks of a mask as a whole; causal and window cut them."""
+        in_blocks = self.mask and self.flops < self.problem.flops
+        return "whole blocks of the mask" if in_blocks else "visible cells"
+
+    @property
     def _density(self) -> float:
         """The fraction of the operations under causal and window that a block mask leaves."""
         return min(1.0, self.flops / max(1, self.problem.flops))
@@ -124,7 +134,8 @@ class Explanation(NamedTuple):
             f"head_dim {p.head_dim} / {p.head_dim_v}, {str(p.dtype).removeprefix('torch.')}"
             + (f", multiplied in {p.precision}" if p.precision else ""),
             *(f"  {title:<11} {text}" for title, text in self._kernel_lines()),
-            f"  flops       {self.flops:.3e} forward{backward}",
+            *([f"  mask        {self.mask}"] if self.mask else []),
+            f"  flops       {self.flops:.3e} forward{backward}, over {self._counted}",
             f"  min bytes   {human_bytes(self.min_bytes)}, "
             f"{self.flops / max(1, self.min_bytes):.0f} flops for each",
             f"  not stored  {human_bytes(self.scores_bytes)} of scores",
@@ -212,7 +223,15 @@ def explain(
     if x.mask is None:
         return explanation
     dense = sum(p.all_flops for p in parts)
-    return explanation._replace(flops=min(explanation.flops, round(x.mask.density() * dense)))
+    flops = min(explanation.flops, round(x.mask.density() * dense))
+    return explanation._replace(flops=flops, mask=_describe_mask(apart["mask"], x.mask))
+
+
+def _describe_mask(given: object, mask: BlockMask | DeferredMask) -> str:
+    """given: the value of `mask=`."""
+    mask = mask.built() if isinstance(mask, DeferredMask) else mask
+    rule = "BlockMask" if given is mask else as_mask(given)
+    return f"{rule}: {describe_blocks(mask.num_full, mask.num_partial, mask.num_blocks)}"
 
 
 def _scalars(options: dict, **defaults: object) -> Options:

@@ -509,7 +509,10 @@ def _block_mask(mask: object, q: Tensor, k: Tensor) -> BlockMask | DeferredMask:
     if isinstance(mask, BlockMask):
         return mask
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
-        raise ValueError("mask needs dense q and k of shape (batch, seqlen, heads, head_dim)")
+        raise ValueError(
+            "mask needs dense q and k of shape (batch, seqlen, heads, head_dim); packed sequences "
+            "take attention(q[None], k[None], v[None], mask=masks.document(cu_seqlens) & mask)"
+        )
     grid = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
     if isinstance(mask, Tensor) and not is_eager(q):
         return DeferredMask(mask, *grid[2:])

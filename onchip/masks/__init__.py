@@ -17,7 +17,7 @@ from .mods import (
     spans,
     window,
 )
-from .presets import bigbird, block_local, butterfly, longformer, strided
+from .presets import bigbird, block_local, butterfly, dilated, longformer, strided
 from .visibility import Visibility
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "butterfly",
     "causal",
     "dense",
+    "dilated",
     "document",
     "from_flex",
     "full",

@@ -128,11 +128,15 @@ class BlockMask:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors())
 
+    @property
+    def num_blocks(self) -> int:
+        """Of all planes, EMPTY ones included."""
+        planes_b, planes_h, seqlen_q, seqlen_k = self.shape
+        return planes_b * planes_h * num_blocks(seqlen_q) * num_blocks(seqlen_k)
+
     def density(self) -> float:
         """The fraction of the blocks that are not EMPTY (0.0 for a mask without blocks)."""
-        planes_b, planes_h, seqlen_q, seqlen_k = self.shape
-        blocks = planes_b * planes_h * num_blocks(seqlen_q) * num_blocks(seqlen_k)
-        return (self.num_full + self.num_partial) / blocks if blocks else 0.0
+        return (self.num_full + self.num_partial) / self.num_blocks if self.num_blocks else 0.0
 
     def status(self, b: int = 0, h: int = 0) -> Tensor:
         """Plane (b, h) as a (query blocks, key blocks) uint8 grid: 0 EMPTY, 1 PARTIAL, 2 FULL."""
@@ -224,47 +228,56 @@ def num_blocks(seqlen: int) -> int:
     return (seqlen + BLOCK - 1) // BLOCK
 
 
-def divide(keys: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def describe_blocks(full: int, partial: int, total: int) -> str:
+    """The sentence under a picture, and in explain()."""
+    share = (full + partial) / total if total else 0.0
+    return f"{full} FULL and {partial} PARTIAL of {total} blocks ({share:.2%} visited)"
+
+
+def divide(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Quotient and remainder of non-negative integers: torch's own % costs a second division."""
-    quotient = keys // size
-    return quotient, keys - quotient * size
+    quotient = numbers // size
+    return quotient, numbers - quotient * size
 
 
-def assemble(shape: tuple, keys: Tensor, full: Tensor, ids: Tensor, tiles: Tensor) -> BlockMask:
+def assemble(
+    shape: tuple, block_ids: Tensor, full: Tensor, tile_ids: Tensor, tiles: Tensor
+) -> BlockMask:
     """A BlockMask of shape (planes_b, planes_h, seqlen_q, seqlen_k) from its non-empty blocks.
 
-    keys: ascending int64 (plane * query_blocks + i) * key_blocks + j; full: bool per key;
-    ids: the tile of every key that is not full, in order; tiles: (num_tiles, 128, 4) int32.
+    block_ids: ascending int64 (plane * query_blocks + i) * key_blocks + j; full: bool per
+    block; tile_ids: the tile of every block that is not full, in order; tiles: (num_tiles, 128, 4)
+    int32.
     """
     planes, (n_q, n_k) = shape[:2], map(num_blocks, shape[2:4])
-    row, j = divide(keys, max(n_k, 1))
+    row, j = divide(block_ids, max(n_k, 1))
     plane, i = divide(row, max(n_q, 1))
     flipped = (plane * n_k + j) * n_q + i
     f, p = full.nonzero().flatten(), (~full).nonzero().flatten()
     full_cols, full_order = flipped[f].sort(stable=True)  # stable: torch's radix sort, 2-3x faster
     partial_cols, partial_order = flipped[p].sort(stable=True)
     rows = BlockLists(
-        _offsets(planes, n_q, n_k, keys[f]),
+        _offsets(planes, n_q, n_k, block_ids[f]),
         j[f].int(),
-        _offsets(planes, n_q, n_k, keys[p]),
+        _offsets(planes, n_q, n_k, block_ids[p]),
         j[p].int(),
-        ids.int(),
+        tile_ids.int(),
     )
     cols = BlockLists(
         _offsets(planes, n_k, n_q, full_cols),
         i[f[full_order]].int(),
         _offsets(planes, n_k, n_q, partial_cols),
         i[p[partial_order]].int(),
-        ids[partial_order].int(),
+        tile_ids[partial_order].int(),
     )
     return BlockMask(shape[2], shape[3], rows, cols, tiles.reshape(-1, BLOCK, WORDS).contiguous())
 
 
-def _offsets(planes: tuple[int, int], rows: int, width: int, keys: Tensor) -> Tensor:
-    """The start of each row in ascending keys row * width + column, as (*planes, rows + 1)."""
+def _offsets(planes: tuple[int, int], rows: int, width: int, block_ids: Tensor) -> Tensor:
+    """The start of each row in ascending numbers row * width + column: (*planes, rows + 1)."""
     first_row = torch.arange(planes[0] * planes[1]).view(*planes, 1) * rows
     bounds = (first_row + torch.arange(rows + 1)) * width
-    return torch.searchsorted(keys, bounds, out_int32=True)
+    return torch.searchsorted(block_ids, bounds, out_int32=True)
 
 
 def _planes(
@@ -295,11 +308,11 @@ def _cells(offsets: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return owners(offsets.long()), entries.long()
 
 
-def _runs(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Maximal runs of consecutive integers in ascending keys: their starts and stops."""
-    if not keys.numel():
-        return keys, keys
-    cut = (keys.diff() != 1).nonzero().flatten()
-    starts = torch.cat([keys[:1], keys[cut + 1]])
-    stops = torch.cat([keys[cut], keys[-1:]]) + 1
+def _runs(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Maximal runs of consecutive integers in ascending numbers: their starts and stops."""
+    if not numbers.numel():
+        return numbers, numbers
+    cut = (numbers.diff() != 1).nonzero().flatten()
+    starts = torch.cat([numbers[:1], numbers[cut + 1]])
+    stops = torch.cat([numbers[cut], numbers[-1:]]) + 1
     return starts, stops

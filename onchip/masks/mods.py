@@ -14,9 +14,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import as_int
+
 from . import nodes
 from .blockmask import BlockMask
+from .cells import BlockPattern, Mod
 from .nodes import Grid, Interval, Node
+from .tensors import BuiltMask, Dense, TracedTensor, pack_dense
 from .trace import depends_on_planes
 
 _MAX_BUILDS = 4  # builds cached per expression: a training and an evaluation length, twice
@@ -35,14 +39,17 @@ class Mask:
 
     def __init__(
         self,
-        text: str,
+        template: str,
+        arguments: tuple,
         resolve: Callable[[Grid], Node],
         depends: Planes | Callable[[torch.device], Planes] = (False, False),
     ):
-        """text: its repr. resolve and depends are picklable functions of picklable arguments: a
-        DataLoader sends masks to its workers and back.
+        """The repr is template.format(*arguments), made only when it is printed: torch.compile
+        cannot write a SymInt into a string. resolve and depends are picklable functions of
+        picklable arguments: a DataLoader sends masks to its workers and back.
         """
-        self._text = text
+        self._template = template
+        self._arguments = arguments
         self._resolve = resolve
         self._depends = depends
         self._reset_builds()
@@ -57,10 +64,10 @@ class Mask:
             _NUMBERED[self.number] = self
 
     def __getstate__(self) -> tuple:
-        return self._text, self._resolve, self._depends
+        return self._template, self._arguments, self._resolve, self._depends
 
     def __setstate__(self, state: tuple) -> None:
-        self._text, self._resolve, self._depends = state
+        self._template, self._arguments, self._resolve, self._depends = state
         self._reset_builds()
 
     def build(
@@ -88,7 +95,7 @@ class Mask:
     def node(
         self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device | str
     ) -> Node:
-        """This mask for these lengths as a node, from which `submask` selects."""
+        """This mask for these lengths as a node (see `nodes.Node`)."""
         return self._resolve(self._grid(batch, heads, seqlen_q, seqlen_k, torch.device(device)))
 
     def _grid(
@@ -146,14 +153,14 @@ class Mask:
     __rand__, __ror__ = __and__, __or__
 
     def __invert__(self) -> "Mask":
-        return Mask(f"~{self._text}", partial(_invert, self), self.depends)
+        return Mask("~{}", (self,), partial(_invert, self), self.depends)
 
     def _join(self, operand: "Mask", sign: str, join: Callable[[Node, Node], Node]) -> "Mask":
         other = as_mask(operand)
         if isinstance(other, BlockMask):
             raise ValueError("a built BlockMask cannot be combined: combine masks, then build")
-        text = f"({self._text} {sign} {other._text})"
-        return Mask(text, partial(_join, join, self, other), partial(_depends_on, self, other))
+        resolve, depends = partial(_join, join, self, other), partial(_depends_on, self, other)
+        return Mask("({} {} {})", (self, sign, other), resolve, depends)
 
     def __bool__(self) -> bool:
         raise ValueError(
@@ -161,7 +168,7 @@ class Mask:
         )
 
     def __repr__(self) -> str:
-        return self._text
+        return self._template.format(*self._arguments)
 
 
 def find_numbered(number: int) -> Mask:
@@ -190,7 +197,7 @@ def _depends_on(a: Mask, b: Mask, device: torch.device) -> Planes:
 
 def full() -> Mask:
     """Every query sees every key."""
-    return Mask("full()", _full)
+    return Mask("full()", (), _full)
 
 
 def _full(grid: Grid) -> Interval:
@@ -199,7 +206,7 @@ def _full(grid: Grid) -> Interval:
 
 def causal() -> Mask:
     """Query q sees the keys k <= p."""
-    return Mask("causal()", _causal)
+    return Mask("causal()", (), _causal)
 
 
 def _causal(grid: Grid) -> Interval:
@@ -208,10 +215,9 @@ def _causal(grid: Grid) -> Interval:
 
 def window(left: int | None = None, right: int | None = None) -> Mask:
     """Query q sees the keys p - left <= k <= p + right; None leaves a side open."""
-    for name, size in (("left", left), ("right", right)):
-        if size is not None and size < 0:
-            raise ValueError(f"window {name}={size} must be None or at least 0")
-    return Mask(f"window({left}, {right})", partial(_window, left, right))
+    left = None if left is None else as_int("window(): left, if not None,", left)
+    right = None if right is None else as_int("window(): right, if not None,", right)
+    return Mask("window({}, {})", (left, right), partial(_window, left, right))
 
 
 def _window(left: int | None, right: int | None, grid: Grid) -> Interval:
@@ -227,8 +233,12 @@ def prefix_lm(prefix_len: int | Tensor) -> Mask:
     prefix_len is an int, or an integer tensor (batch,) with one prefix per batch entry, each
     between 0 and seqlen_k.
     """
-    lengths, shown = _lengths("prefix_len", prefix_len)
-    return Mask(f"prefix_lm({shown})", partial(_prefix_lm, lengths), (lengths.dim() > 0, False))
+    lengths = _as_lengths("prefix_lm(): prefix_len", prefix_len)
+    if lengths.dim():
+        template, size = "prefix_lm({} lengths)", len(lengths)
+    else:
+        template, size = "prefix_lm({})", lengths
+    return Mask(template, (size,), partial(_prefix_lm, lengths), (lengths.dim() > 0, False))
 
 
 def _prefix_lm(lengths: Tensor, grid: Grid) -> Interval:
@@ -241,10 +251,10 @@ def padding(lengths: Tensor) -> Mask:
 
     Rows of padding queries are not masked: their output is unused.
     """
-    ends, shown = _lengths("lengths", lengths)
+    ends = _as_lengths("padding(): lengths", lengths)
     if not ends.dim():
-        raise ValueError(f"lengths must be an integer tensor (batch,), got {lengths!r}")
-    return Mask(f"padding({shown})", partial(_padding, ends), (True, False))
+        raise ValueError(f"padding(): lengths must be an integer tensor (batch,), got {lengths!r}")
+    return Mask("padding({} lengths)", (len(ends),), partial(_padding, ends), (True, False))
 
 
 def _padding(ends: Tensor, grid: Grid) -> Interval:
@@ -263,13 +273,13 @@ def document(
     With one cu_seqlens, `document(cu_seqlens) & causal()` is causal within each document. With two,
     causal() still compares positions in the whole sequence, not within the document.
     """
-    cu_q = _check_cu("cu_seqlens", cu_seqlens)
-    cu_k = None if cu_seqlens_k is None else _check_cu("cu_seqlens_k", cu_seqlens_k)
+    cu_q = _as_cu("cu_seqlens", cu_seqlens)
+    cu_k = None if cu_seqlens_k is None else _as_cu("cu_seqlens_k", cu_seqlens_k)
     if cu_k is not None and len(cu_q) != len(cu_k):
         raise ValueError(
             f"cu_seqlens has {len(cu_q) - 1} documents and cu_seqlens_k has {len(cu_k) - 1}"
         )
-    return Mask(f"document({_format(len(cu_q) - 1)} documents)", partial(_document, cu_q, cu_k))
+    return Mask("document({} documents)", (len(cu_q) - 1,), partial(_document, cu_q, cu_k))
 
 
 def _document(cu_q: Tensor, own_cu_k: Tensor | None, grid: Grid) -> Interval:
@@ -298,7 +308,7 @@ def spans(bounds: Tensor) -> Mask:
         lambda: "a bound of a span is negative: keys that are not an interval have no bounds",
     )
     shape = (len(ends), 1, ends.shape[2])
-    return Mask(f"spans{_format(shape)}", partial(_spans, ends), (len(ends) != 1, False))
+    return Mask("spans{}", (shape,), partial(_spans, ends), (len(ends) != 1, False))
 
 
 def _spans(ends: Tensor, grid: Grid) -> Interval:
@@ -330,11 +340,11 @@ def mod(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
     except ValueError:  # a callable without a readable signature
         pass
     name = getattr(fn, "__name__", type(fn).__name__)
-    return Mask(f"mod({name})", partial(_mod, fn), partial(depends_on_planes, fn))
+    return Mask("mod({})", (name,), partial(_mod, fn), partial(depends_on_planes, fn))
 
 
-def _mod(fn: Callable[..., Tensor], grid: Grid) -> nodes.Mod:
-    return nodes.Mod(grid, fn)
+def _mod(fn: Callable[..., Tensor], grid: Grid) -> Mod:
+    return Mod(grid, fn)
 
 
 def dense(visible: Tensor) -> Mask:
@@ -353,10 +363,10 @@ def dense(visible: Tensor) -> Mask:
         )
     shape = (1,) * (4 - visible.dim()) + tuple(visible.shape)
     cells = visible.view(shape)
-    node = nodes.TracedTensor if torch.compiler.is_compiling() else nodes.Dense
-    packed = cells if torch.compiler.is_compiling() else nodes.pack_dense(cells)
+    node = TracedTensor if torch.compiler.is_compiling() else Dense
+    packed = cells if torch.compiler.is_compiling() else pack_dense(cells)
     planes = (shape[0] != 1, shape[1] != 1)
-    return Mask(f"dense{_format(shape)}", partial(_dense, node, packed, shape), planes)
+    return Mask("dense{}", (shape,), partial(_dense, node, packed, shape), planes)
 
 
 def _dense(node: Callable[[Grid, Tensor], Node], packed: Tensor, shape: tuple, grid: Grid) -> Node:
@@ -376,9 +386,9 @@ def from_flex(block_mask) -> Mask:
     tables = [_flex_table(*block_list) for block_list in lists]
     blocks, seqlens, fn = block_mask.BLOCK_SIZE, block_mask.seq_lengths, block_mask.mask_mod
     planes = tables[0].shape[0] != 1, tables[0].shape[1] != 1
-    text = f"from_flex({_format(tuple(tables[0].shape[:2]))})"
     resolve = partial(_flex, tables, blocks, tuple(seqlens), fn)
-    return Mask(text, resolve, partial(_depends_on_flex, planes, fn))
+    shape = tuple(tables[0].shape[:2])
+    return Mask("from_flex({})", (shape,), resolve, partial(_depends_on_flex, planes, fn))
 
 
 def _flex(
@@ -386,8 +396,8 @@ def _flex(
 ) -> Node:
     planes = tables[0].shape[:2]
     _check_fit("FlexAttention BlockMask", (*planes, *seqlens), grid[:4])
-    patterns = [nodes.BlockPattern(grid, partial(_listed, table), *blocks) for table in tables]
-    partly = nodes.both(patterns[0], nodes.Mod(grid, fn))
+    patterns = [BlockPattern(grid, partial(_listed, table), *blocks) for table in tables]
+    partly = nodes.both(patterns[0], Mod(grid, fn))
     return nodes.either(partly, patterns[1]) if len(patterns) > 1 else partly
 
 
@@ -429,6 +439,15 @@ def build(mask, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device="cp
     return mask.to(device)
 
 
+def node_of(
+    mask: Mask | BlockMask, planes: tuple[int, int], lengths: tuple[int, int], device: torch.device
+) -> Node:
+    """The node of a mask: planes are (batch, heads), lengths (seqlen_q, seqlen_k)."""
+    if isinstance(mask, BlockMask):
+        return BuiltMask(mask)
+    return mask.node(*planes, *lengths, device)
+
+
 def positions(grid: Grid) -> Tensor:
     """p of every query, int32 (seqlen_q,)."""
     return torch.arange(grid.offset, grid.seqlen_k, dtype=torch.int32)
@@ -440,17 +459,26 @@ def _check_fit(name: str, have: tuple, want: tuple) -> None:
         raise ValueError(f"{name} of shape {tuple(have)} does not fit {tuple(want)}")
 
 
-def _lengths(name: str, value: int | Tensor) -> tuple[Tensor, str]:
-    """A non-negative int (0-d) or integer tensor (batch,) on the host, and how to print it."""
-    lengths = torch.as_tensor(value)
-    if lengths.dim() > 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
+def _as_lengths(name: str, value: Any) -> Tensor:
+    """A non-negative int (0-d), or an integer tensor (batch,), as int64 on the host."""
+    if isinstance(value, (int, torch.SymInt)):
+        return torch.full((), as_int(name, value), dtype=torch.int64)
+    lengths = _as_integers(value)
+    if lengths is None or lengths.dim() > 1:
         raise ValueError(f"{name} must be an int or an integer tensor (batch,), got {value!r}")
-    lengths = lengths.to("cpu", torch.int64, copy=True)
-    negative = lambda: f"{name} must not be negative, got {lengths.tolist()}"
-    _require((lengths >= 0).all(), negative)
-    if lengths.dim():
-        return lengths, f"{_format(len(lengths))} lengths"
-    return lengths, "?" if torch.compiler.is_compiling() else str(lengths.item())
+    _require((lengths >= 0).all(), lambda: f"{name} must not be negative, got {lengths.tolist()}")
+    return lengths
+
+
+def _as_integers(values: Any) -> Tensor | None:
+    """Integers as an int64 tensor on the host, copied; None if they are of another type."""
+    try:
+        integers = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):  # what torch raises for strings, None and lists
+        return None
+    if integers.dtype == torch.bool or integers.is_floating_point() or integers.is_complex():
+        return None
+    return integers.to("cpu", torch.int64, copy=True)
 
 
 def _bounded(name: str, lengths: Tensor, grid: Grid) -> Tensor:
@@ -464,13 +492,18 @@ def _bounded(name: str, lengths: Tensor, grid: Grid) -> Tensor:
     return lengths.view(-1, 1).int()
 
 
-def _check_cu(name: str, offsets: Tensor | Sequence[int]) -> Tensor:
+def _as_cu(name: str, offsets: Any) -> Tensor:
     """Offsets as int64 on the host, copied."""
-    cu = torch.as_tensor(offsets)
-    if cu.dim() != 1 or not len(cu) or cu.is_floating_point() or cu.dtype == torch.bool:
-        got = f"{cu.dtype} {_format(tuple(cu.shape))}"
-        raise ValueError(f"{name} must be integers of shape (documents + 1,), got {got}")
-    cu = cu.to("cpu", torch.int64, copy=True)
+    cu = _as_integers(offsets)
+    if cu is None or cu.dim() != 1 or not len(cu):
+        got = (
+            f"{offsets.dtype} {tuple(offsets.shape)}"
+            if isinstance(offsets, Tensor)
+            else repr(offsets)
+        )
+        raise ValueError(
+            f"document(): {name} must be integers of shape (documents + 1,), got {got}"
+        )
     _require(cu[0] == 0, lambda: f"{name} must start at 0, got {name}[0]={int(cu[0])}")
     _require((cu.diff() >= 0).all(), partial(_describe_decrease, name, cu))
     return cu
@@ -498,11 +531,6 @@ def _require(is_met: Tensor, message: Callable[[], str]) -> None:
         )
     elif not is_met:
         raise ValueError(message())
-
-
-def _format(numbers: int | tuple) -> str:
-    """Numbers in the repr of a mask; in a graph they may be SymInts."""
-    return "?" if torch.compiler.is_compiling() else str(numbers)
 
 
 def _flex_table(counts: Tensor, indices: Tensor) -> Tensor:

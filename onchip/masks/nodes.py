@@ -1,23 +1,19 @@
-"""From a mask expression to its blocks, without evaluating anything N x N.
+"""From a mask expression to its blocks, without evaluating anything N x N: the contract of a node,
+intervals, and nodes that join others. `cells.py` has the nodes that are evaluated cell by cell.
 
-Every node has three methods on blocks (keys are (plane * query_blocks + i) * key_blocks + j,
-int64): `candidates` lists the blocks that may be non-empty, `status` tells whether a block is
-EMPTY, FULL or undecided, and `bits` gives its bits. `status` is three-valued logic: AND is the
-minimum, OR the maximum, NOT the reflection. So bits are computed only for blocks that the structure
-leaves undecided, and the result is exact.
+`Node.status` is three-valued logic: AND is the minimum, OR the maximum, NOT the reflection. So bits
+are computed only for blocks that the structure leaves undecided, and the result is exact.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from functools import cached_property, reduce
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .bits import (
     BLOCK,
-    WORDS,
     Bits,
     combine,
     constant_tiles,
@@ -25,16 +21,13 @@ from .bits import (
     distinct_rows,
     distinct_tiles,
     interval_tiles,
-    pack,
-    unpack,
 )
 from .blockmask import BlockMask, assemble, divide, num_blocks
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
-_KEYS_AT_ONCE = 1 << 18  # where candidates are unknown, all blocks are tried in such chunks
+_IDS_AT_ONCE = 1 << 18  # where candidates are unknown, all blocks are tried in such chunks
 _BLOCKS_AT_ONCE = 8192  # bit tiles alive during a build: 16 MB
-_CELL_BLOCKS_AT_ONCE = 64  # blocks evaluated cell by cell: 1M cells, 8 MB per int64 temporary
 
 
 class Grid(NamedTuple):
@@ -63,15 +56,15 @@ class Grid(NamedTuple):
     def num_blocks(self) -> int:
         return self.batch * self.heads * self.blocks_q * self.blocks_k
 
-    def split(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """keys to (b, h, i, j)."""
-        row, j = divide(keys, self.blocks_k)
+    def split(self, block_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The (b, h, i, j) of blocks."""
+        row, j = divide(block_ids, self.blocks_k)
         plane, i = divide(row, self.blocks_q)
         return *divide(plane, self.heads), i, j
 
-    def inside(self, keys: Tensor) -> Bits:
+    def inside(self, block_ids: Tensor) -> Bits:
         """The cells of each block that are within the lengths."""
-        _, _, i, j = self.split(keys)
+        _, _, i, j = self.split(block_ids)
         rows = torch.tensor([BLOCK, self.seqlen_q - (self.blocks_q - 1) * BLOCK])
         cols = torch.tensor([BLOCK, self.seqlen_k - (self.blocks_k - 1) * BLOCK])
         below = (torch.arange(BLOCK) < rows[:, None])[:, None]
@@ -80,40 +73,66 @@ class Grid(NamedTuple):
         return Bits(interval_tiles(torch.zeros_like(hi), hi), last_row * 2 + last_col)
 
 
-class Node:
-    """A mask on a grid."""
+class Node(ABC):
+    """A mask on a grid.
+
+    Blocks are given by block_ids, int64 (plane * query_blocks + i) * key_blocks + j. A node defines
+
+    - `compute_bits`: the cells of blocks, for a build;
+    - `cells`: all cells, for a graph;
+    - `submask`: some of its rows and columns, for one rank of a ring;
+    - `identity`: what differs if the mask differs, for the comparison of ranks.
+
+    A node of `cells.Cells` defines `visible` alone. A node that knows its structure also overrides
+    `candidates` and `status`: otherwise every block is evaluated cell by cell.
+    """
 
     def __init__(self, grid: Grid):
         self.grid = grid
 
-    def candidates(self) -> Tensor | None:
-        """Ascending keys of all blocks that may be non-empty; None: any block may be."""
-        return None
-
-    def status(self, keys: Tensor) -> Tensor:
-        """uint8 per key: EMPTY and FULL are certain, PARTIAL means that only the bits decide."""
-        return torch.full(keys.shape, PARTIAL, dtype=torch.uint8)
-
-    def compute_bits(self, keys: Tensor) -> Bits:
+    @abstractmethod
+    def compute_bits(self, block_ids: Tensor) -> Bits:
         """Bit tiles of the given blocks; cells outside the lengths are arbitrary."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cells(self) -> Tensor:
         """Bool (batch or 1, heads or 1, seqlen_q, seqlen_k) on the grid's device, by operations
         that a graph can hold: O(seqlen_q x seqlen_k) memory.
         """
-        raise NotImplementedError
 
-    def bits(self, keys: Tensor) -> Bits:
+    @abstractmethod
+    def submask(self, rows: Tensor, cols: Tensor) -> "Node":
+        """Rows and columns of this mask: cell (i, j) of the result is cell (rows[i], cols[j]).
+        rows and cols are int64, ascending, on the CPU.
+        """
+
+    @abstractmethod
+    def identity(self) -> list[Tensor | str]:
+        """Tensors and names to be hashed: equal if the expression and its values are, different if
+        a cell differs. Cells of a large mask may be sampled.
+        """
+
+    def candidates(self) -> Tensor | None:
+        """Ascending ids of all blocks that may be non-empty; None: any block may be."""
+        return None
+
+    def status(self, block_ids: Tensor) -> Tensor:
+        """uint8 per block: EMPTY and FULL are certain, PARTIAL means that only the bits decide."""
+        return torch.full(block_ids.shape, PARTIAL, dtype=torch.uint8)
+
+    def bits(self, block_ids: Tensor) -> Bits:
         """As `compute_bits`, which is called only for the blocks that `status` leaves undecided."""
-        status = self.status(keys)
+        status = self.status(block_ids)
         known = Bits(constant_tiles(), (status == FULL).long())
         where = (status == PARTIAL).nonzero().flatten()
         if not len(where):
             return known
-        tiles, index = self.compute_bits(keys[where])
+        tiles, index = self.compute_bits(block_ids[where])
         known.tile_ids[where] = index + len(known.tiles)
         return Bits(torch.cat([known.tiles, tiles]), known.tile_ids)
+
+    def _subgrid(self, rows: Tensor, cols: Tensor) -> Grid:
+        return self.grid._replace(seqlen_q=len(rows), seqlen_k=len(cols))
 
 
 class Interval(Node):
@@ -155,6 +174,13 @@ class Interval(Node):
         k = torch.arange(self.grid.seqlen_k, device=self.grid.device)
         return (lo <= k) & (k < hi)
 
+    def submask(self, rows: Tensor, cols: Tensor) -> "Interval":
+        lo, hi = (torch.searchsorted(cols, x.long()[:, rows]) for x in self.bounds)
+        return Interval(self._subgrid(rows, cols), lo, hi)
+
+    def identity(self) -> list[Tensor | str]:
+        return [*self.bounds]
+
     @cached_property
     def _blocked(self) -> tuple[Tensor, Tensor]:
         """The bounds as (block rows, 128); the ragged end repeats the last query."""
@@ -176,13 +202,13 @@ class Interval(Node):
         up = BLOCK - 1
         return lo.amin(1) // BLOCK, (end + up) // BLOCK, (lo.amax(1) + up) // BLOCK, full_end
 
-    def _locate(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """The block row of each key in `_blocked` and `_ranges`, and its key block."""
+    def _locate(self, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The block row of each block in `_blocked` and `_ranges`, and its key block."""
         grid = self.grid
         if len(self._ranges[0]) > grid.blocks_q:
-            b, _, i, j = grid.split(keys)
+            b, _, i, j = grid.split(block_ids)
             return b * grid.blocks_q + i, j.int()
-        row, j = divide(keys, grid.blocks_k)
+        row, j = divide(block_ids, grid.blocks_k)
         return row % grid.blocks_q if grid.batch * grid.heads > 1 else row, j.int()
 
     def candidates(self) -> Tensor:
@@ -194,17 +220,17 @@ class Interval(Node):
         count = (end - first).clamp_(min=0)
         # Entry e of row r is column first[r] + (e - entries before row r).
         base = torch.arange(len(first)) * grid.blocks_k + first - (count.cumsum(0) - count)
-        keys = torch.repeat_interleave(base, count)
-        return keys.add_(torch.arange(len(keys)))
+        block_ids = torch.repeat_interleave(base, count)
+        return block_ids.add_(torch.arange(len(block_ids)))
 
-    def status(self, keys: Tensor) -> Tensor:
-        row, j = self._locate(keys)
+    def status(self, block_ids: Tensor) -> Tensor:
+        row, j = self._locate(block_ids)
         first, end, full_first, full_end = (x.index_select(0, row) for x in self._ranges)
         some, all_ = (first <= j) & (j < end), (full_first <= j) & (j < full_end)
         return some.to(torch.uint8) + all_
 
-    def compute_bits(self, keys: Tensor) -> Bits:
-        row, j = self._locate(keys)
+    def compute_bits(self, block_ids: Tensor) -> Bits:
+        row, j = self._locate(block_ids)
         start = (j * BLOCK)[:, None]
         lo, hi = (
             x.index_select(0, row).sub_(start).clamp_(0, BLOCK).to(torch.uint8)
@@ -215,134 +241,6 @@ class Interval(Node):
         return Bits(interval_tiles(lo[keep], hi[keep]), index)
 
 
-class Cells(Node):
-    """A mask that is evaluated cell by cell by `visible`."""
-
-    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Bool (n, 128, 128) from b, h (n) and the indices q, k (n, 128), all within range."""
-        raise NotImplementedError
-
-    def compute_bits(self, keys: Tensor) -> Bits:
-        chunks = [self._tiles(chunk) for chunk in keys.split(_CELL_BLOCKS_AT_ONCE)]
-        return Bits(torch.cat(chunks), torch.arange(len(keys)))
-
-    def _tiles(self, keys: Tensor) -> Tensor:
-        grid, steps = self.grid, torch.arange(BLOCK)
-        b, h, i, j = grid.split(keys)
-        q = (i[:, None] * BLOCK + steps).clamp_(max=grid.seqlen_q - 1)
-        k = (j[:, None] * BLOCK + steps).clamp_(max=grid.seqlen_k - 1)
-        return pack(self.visible(b, h, q, k)).cpu()
-
-
-class Mod(Cells):
-    """`fn(b, h, q, k)` on scalar index tensors, as FlexAttention calls it."""
-
-    def __init__(self, grid: Grid, fn: Callable):
-        super().__init__(grid)
-        self._scalar = lambda *at: torch.as_tensor(fn(*at))
-        per_key = torch.vmap(self._scalar, in_dims=(None, None, None, 0))
-        self._fn = torch.vmap(torch.vmap(per_key, in_dims=(None, None, 0, None)))
-
-    def visible(self, b, h, q, k):
-        return self._fn(*(x.to(self.grid.device) for x in (b, h, q, k)))
-
-    def cells(self) -> Tensor:
-        fn = self._scalar
-        for axis in reversed(range(4)):
-            fn = torch.vmap(fn, in_dims=tuple(0 if i == axis else None for i in range(4)))
-        at = (torch.arange(n, device=self.grid.device) for n in self.grid[:4])
-        cells = fn(*at)
-        # vmap expands dimensions that do not depend on an index: undo it.
-        cells = cells if cells.stride(0) else cells[:1]
-        return cells if cells.stride(1) else cells[:, :1]
-
-
-class BlockPattern(Cells):
-    """Rectangles of block_q x block_k cells, each entirely visible or entirely hidden.
-
-    Cell (q, k) is visible iff rule(b, h, (q + shift) // block_q, k // block_k); `rule` works on
-    broadcastable index tensors. The rectangles may be smaller, larger or shifted against blocks.
-    """
-
-    def __init__(self, grid: Grid, rule: Callable, block_q=BLOCK, block_k=BLOCK, shift=0):
-        super().__init__(grid)
-        self._rule, self._block_q, self._block_k, self._shift = rule, block_q, block_k, shift
-
-    def visible(self, b, h, q, k):
-        b, h = b[:, None, None], h[:, None, None]
-        i, j = (q + self._shift) // self._block_q, k // self._block_k
-        return self._rule(b, h, i[:, :, None], j[:, None, :]).expand(-1, BLOCK, BLOCK)
-
-    def cells(self) -> Tensor:
-        b, h, q, k = (
-            torch.arange(n).view([-1 if i == axis else 1 for i in range(4)])
-            for axis, n in enumerate(self.grid[:4])
-        )
-        i, j = (q + self._shift) // self._block_q, k // self._block_k
-        return self._rule(b, h, i, j).to(self.grid.device)
-
-    def status(self, keys: Tensor) -> Tensor:
-        grid = self.grid
-        b, h, i, j = grid.split(keys)
-        rows = _touched(i * BLOCK, grid.seqlen_q, self._shift, self._block_q)
-        cols = _touched(j * BLOCK, grid.seqlen_k, 0, self._block_k)
-        some = torch.zeros(len(keys), dtype=torch.bool)
-        all_ = torch.ones(len(keys), dtype=torch.bool)
-        for row in rows:
-            for col in cols:
-                visible = self._rule(b, h, row, col)
-                some, all_ = some | visible, all_ & visible
-        return some.to(torch.uint8) + all_
-
-
-def _touched(start: Tensor, seqlen: int, shift: int, size: int) -> list[Tensor]:
-    """The rectangles that each block touches along one axis (the last one repeats)."""
-    first = (start + shift) // size
-    last = ((start + BLOCK - 1).clamp_(max=seqlen - 1) + shift) // size
-    most = int((last - first).max()) + 1 if len(start) else 0
-    return [torch.minimum(first + step, last) for step in range(most)]
-
-
-class Dense(Node):
-    """A bool tensor, as packed words (batch or 1, heads or 1, seqlen_q, key blocks * 4)."""
-
-    def __init__(self, grid: Grid, words: Tensor):
-        super().__init__(grid)
-        self.words = words.unflatten(-1, (-1, WORDS))
-
-    def compute_bits(self, keys: Tensor) -> Bits:
-        b, h, i, j = self.grid.split(keys)
-        if self.words.shape[0] == 1:
-            b = torch.zeros_like(b)
-        if self.words.shape[1] == 1:
-            h = torch.zeros_like(h)
-        q = (i[:, None] * BLOCK + torch.arange(BLOCK)).clamp_(max=self.grid.seqlen_q - 1)
-        tiles = self.words[b[:, None], h[:, None], q, j[:, None]]
-        return Bits(tiles, torch.arange(len(keys)))
-
-    def cells(self) -> Tensor:
-        cells = unpack(self.words.flatten(-2))[..., : self.grid.seqlen_k]
-        return cells.to(self.grid.device)
-
-    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """As `Cells.visible`."""
-        plane = (x[:, None, None] * (n > 1) for x, n in zip((b, h), self.words.shape, strict=False))
-        k = k[:, None, :]
-        words = self.words[(*plane, q[:, :, None], k // BLOCK, k % BLOCK // 32)]
-        return (words >> (k % 32) & 1).bool()
-
-
-class TracedTensor(Node):
-    """A bool tensor of a graph, not packed."""
-
-    def __init__(self, grid: Grid, visible: Tensor):
-        super().__init__(grid)
-        self._visible = visible
-
-    def cells(self) -> Tensor:
-        return self._visible.to(self.grid.device)
-
-
 class Join(Node):
     """A mask composed of other masks."""
 
@@ -350,19 +248,26 @@ class Join(Node):
         super().__init__(grid)
         self.parts = parts
 
+    def submask(self, rows: Tensor, cols: Tensor) -> "Join":
+        parts = [part.submask(rows, cols) for part in self.parts]
+        return type(self)(self._subgrid(rows, cols), parts)
+
+    def identity(self) -> list[Tensor | str]:
+        return [type(self).__name__, *(x for part in self.parts for x in (*part.identity(), "|"))]
+
 
 class And(Join):
     """Visible in every part."""
 
     def candidates(self) -> Tensor | None:
-        known = [keys for part in self.parts if (keys := part.candidates()) is not None]
+        known = [ids for part in self.parts if (ids := part.candidates()) is not None]
         return min(known, key=len, default=None)
 
-    def status(self, keys: Tensor) -> Tensor:
-        return reduce(torch.minimum, (part.status(keys) for part in self.parts))
+    def status(self, block_ids: Tensor) -> Tensor:
+        return reduce(torch.minimum, (part.status(block_ids) for part in self.parts))
 
-    def compute_bits(self, keys: Tensor) -> Bits:
-        bits = (part.bits(keys) for part in self.parts)
+    def compute_bits(self, block_ids: Tensor) -> Bits:
+        bits = (part.bits(block_ids) for part in self.parts)
         return reduce(lambda a, b: combine(torch.bitwise_and, a, b), bits)
 
     def cells(self) -> Tensor:
@@ -374,13 +279,13 @@ class Or(Join):
 
     def candidates(self) -> Tensor | None:
         lists = [part.candidates() for part in self.parts]
-        return None if any(keys is None for keys in lists) else torch.unique(torch.cat(lists))
+        return None if any(ids is None for ids in lists) else torch.unique(torch.cat(lists))
 
-    def status(self, keys: Tensor) -> Tensor:
-        return reduce(torch.maximum, (part.status(keys) for part in self.parts))
+    def status(self, block_ids: Tensor) -> Tensor:
+        return reduce(torch.maximum, (part.status(block_ids) for part in self.parts))
 
-    def compute_bits(self, keys: Tensor) -> Bits:
-        bits = (part.bits(keys) for part in self.parts)
+    def compute_bits(self, block_ids: Tensor) -> Bits:
+        bits = (part.bits(block_ids) for part in self.parts)
         return reduce(lambda a, b: combine(torch.bitwise_or, a, b), bits)
 
     def cells(self) -> Tensor:
@@ -394,15 +299,21 @@ class Not(Node):
         super().__init__(grid)
         self.part = part
 
-    def status(self, keys: Tensor) -> Tensor:
-        return FULL - self.part.status(keys)
+    def status(self, block_ids: Tensor) -> Tensor:
+        return FULL - self.part.status(block_ids)
 
-    def compute_bits(self, keys: Tensor) -> Bits:
-        bits = self.part.bits(keys)
+    def compute_bits(self, block_ids: Tensor) -> Bits:
+        bits = self.part.bits(block_ids)
         return Bits(~bits.tiles, bits.tile_ids)
 
     def cells(self) -> Tensor:
         return ~self.part.cells()
+
+    def submask(self, rows: Tensor, cols: Tensor) -> "Not":
+        return Not(self._subgrid(rows, cols), self.part.submask(rows, cols))
+
+    def identity(self) -> list[Tensor | str]:
+        return ["not", *self.part.identity()]
 
 
 def both(a: Node, b: Node) -> Node:
@@ -424,23 +335,13 @@ def invert(a: Node) -> Node:
     return ~a if isinstance(a, Interval) else Not(a.grid, a)
 
 
-def pack_dense(cells: Tensor) -> Tensor:
-    """Bool (..., seqlen_k) to words (..., key blocks * 4) on the CPU, a few rows at a time."""
-    seqlen_k = cells.shape[-1]
-    rows = cells.reshape(cells.shape[:-1].numel(), seqlen_k)
-    pad = num_blocks(seqlen_k) * BLOCK - seqlen_k
-    step = max(1, (1 << 22) // max(seqlen_k, 1))
-    words = [pack(F.pad(chunk, (0, pad))).cpu() for chunk in rows.split(step)]
-    return torch.cat(words).view(*cells.shape[:-1], num_blocks(seqlen_k) * WORDS)
-
-
 def build(node: Node) -> BlockMask:
     """The exact EMPTY / PARTIAL / FULL blocks of a node, on the CPU."""
-    keys, status = _find_blocks(node)
+    block_ids, status = _find_blocks(node)
     open_ = (status == PARTIAL).nonzero().flatten()
     tiles, ids, count = [], [], 0
     for chunk in open_.split(_BLOCKS_AT_ONCE) if len(open_) else ():
-        partial, status[chunk], index = _classify(node, keys[chunk])
+        partial, status[chunk], index = _classify(node, block_ids[chunk])
         tiles.append(partial)
         ids.append(index + count)
         count += len(partial)
@@ -448,30 +349,30 @@ def build(node: Node) -> BlockMask:
     full = status[some] == FULL
     if not count:
         nothing = torch.empty(0, dtype=torch.int64)
-        return assemble(node.grid, keys[some], full, nothing, nothing.int())
+        return assemble(node.grid, block_ids[some], full, nothing, nothing.int())
     tiles, index = distinct_tiles(torch.cat(tiles))
-    return assemble(node.grid, keys[some], full, index[torch.cat(ids)], tiles)
+    return assemble(node.grid, block_ids[some], full, index[torch.cat(ids)], tiles)
 
 
 def _find_blocks(node: Node) -> tuple[Tensor, Tensor]:
-    """Ascending keys of the blocks that may be non-empty, and their status."""
+    """Ascending ids of the blocks that may be non-empty, and their status."""
     total = node.grid.num_blocks
-    keys = node.candidates() if total else torch.empty(0, dtype=torch.int64)
-    if keys is not None:
-        return keys, node.status(keys) if total else keys.to(torch.uint8)
+    block_ids = node.candidates() if total else torch.empty(0, dtype=torch.int64)
+    if block_ids is not None:
+        return block_ids, node.status(block_ids) if total else block_ids.to(torch.uint8)
     blocks = []
-    for start in range(0, total, _KEYS_AT_ONCE):
-        keys = torch.arange(start, min(start + _KEYS_AT_ONCE, total))
-        status = node.status(keys)
+    for start in range(0, total, _IDS_AT_ONCE):
+        block_ids = torch.arange(start, min(start + _IDS_AT_ONCE, total))
+        status = node.status(block_ids)
         some = (status != EMPTY).nonzero().flatten()
-        blocks.append((keys[some], status[some]))
-    keys, status = zip(*blocks, strict=True)
-    return torch.cat(keys), torch.cat(status)
+        blocks.append((block_ids[some], status[some]))
+    block_ids, status = zip(*blocks, strict=True)
+    return torch.cat(block_ids), torch.cat(status)
 
 
-def _classify(node: Node, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """PARTIAL tiles, the exact status per key, and the tile of each PARTIAL key."""
-    tiles, inside, index = distinct_pairs(node.bits(keys), node.grid.inside(keys))
+def _classify(node: Node, block_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """PARTIAL tiles, the exact status per block, and the tile of each PARTIAL block."""
+    tiles, inside, index = distinct_pairs(node.bits(block_ids), node.grid.inside(block_ids))
     tiles = tiles & inside
     some, all_ = (tiles != 0).flatten(1).any(1), (tiles == inside).flatten(1).all(1)
     status = (some.to(torch.uint8) + all_)[index]

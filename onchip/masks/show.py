@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onchip.core.extras import advise
 
-from .blockmask import BlockMask
+from .blockmask import BlockMask, describe_blocks
 
 _GLYPHS = "·▒█"  # EMPTY, PARTIAL, FULL
 _COLORS = ("#f4f1ea", "#e8a33d", "#1f4e79")
@@ -46,11 +46,8 @@ def _names(side: int) -> tuple[str, str, str]:
 
 def _caption(mask: BlockMask, grid: Tensor) -> str:
     partial, full = int((grid == 1).sum()), int((grid == 2).sum())
-    share = (partial + full) / grid.numel() if grid.numel() else 0.0
-    return (
-        f"{mask.seqlen_q} queries x {mask.seqlen_k} keys: {full} FULL and {partial} PARTIAL of "
-        f"{grid.numel()} blocks ({share:.2%} visited)"
-    )
+    lengths = f"{mask.seqlen_q} queries x {mask.seqlen_k} keys"
+    return f"{lengths}: {describe_blocks(full, partial, grid.numel())}"
 
 
 def _downsample(grid: Tensor, side: int) -> Tensor:

@@ -47,8 +47,8 @@ from onchip.core.device import device_info
 from onchip.core.problem import Options, Tensors, Window
 from onchip.core.validation import describe
 from onchip.masks import BlockMask, Mask
+from onchip.masks.mods import node_of
 from onchip.masks.nodes import Grid, Interval, Node, both, build
-from onchip.masks.submask import node_of, submask
 from onchip.parallel.sharding import Layout, documents_of
 
 KV = tuple[Tensor, Tensor]  # keys and values, or dk and dv
@@ -209,7 +209,7 @@ def plan_round(
         return None
     lo, hi = (torch.searchsorted(cols, ends) for ends in global_mask.key_ranges(rows))
     if global_mask.mask is not None:
-        visible = submask(resolved or _resolve_mask(global_mask, device), rows, cols)
+        visible = (resolved or _resolve_mask(global_mask, device)).submask(rows, cols)
         node = both(Interval(visible.grid, lo, hi), visible)
         if not isinstance(node, Interval) or len(node.bounds[0]) > 1:
             return _plan_masked(global_mask, node, rows, cols, device)

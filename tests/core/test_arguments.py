@@ -43,6 +43,12 @@ class TestNames:
             assert f"{function}()" in str(error.value) and repr(name) in str(error.value)
             assert f"did you mean {meant}" in str(error.value)
 
+    def test_a_mask_of_packed_sequences_suggests_documents(self):
+        with pytest.raises(TypeError, match=r"did you mean attention\(.*mask=masks.document\("):
+            call("varlen_attention", mask=onchip.masks.causal())
+        with pytest.raises(ValueError, match=r"take attention\(.*mask=masks.document\("):
+            onchip.explain(*PACKED[:3], **PACKED.options, mask=onchip.masks.causal())
+
     @pytest.mark.parametrize("function", ATTEND)
     def test_misspelt_names_suggest_the_nearest(self, function):
         with pytest.raises(TypeError, match="did you mean softmax_scale"):

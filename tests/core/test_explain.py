@@ -1,5 +1,5 @@
-"""Explanations of paged calls: the pages they read, the splits they make, and the time that sharing
-saves.
+"""Explanations of calls: the blocks of masks; the pages that paged calls read, their splits, and
+the time that sharing saves.
 """
 
 from importlib.util import find_spec
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import onchip
+from onchip import explain, masks
 from onchip.core.dispatch import get_backend
 from onchip.core.explain import Explanation, ServedPart
 from onchip.cost import make_problem, roofline
@@ -57,6 +58,27 @@ def test_the_residual_of_precise_delta():
     assert explanation.residual_bytes == q[0].numel() * 2
     with pytest.raises(TypeError, match="paged_attention.. has no option 'precise_delta'"):
         onchip.explain(*call([100]), precise_delta=True)
+
+
+def test_a_mask_has_its_expression_and_its_blocks():
+    x = torch.zeros(1, 2048, 2, 64)
+    mask = masks.dilated(2, 300) | masks.causal()
+    built = mask.build(1, 1, 2048, 2048)
+    given = {"(dilated(2, 300) | causal())": mask, "BlockMask": built, "dense": built.to_dense()}
+    blocks = f"{built.num_full} FULL and {built.num_partial} PARTIAL of 256 blocks"
+    for text, value in given.items():
+        line = next(x for x in str(explain(x, x, x, mask=value)).splitlines() if "  mask " in x)
+        assert line.startswith(f"  mask        {text}") and f": {blocks} (" in line
+
+
+def test_flops_are_counted_in_cells_or_in_blocks_of_a_mask():
+    x = torch.zeros(1, 2048, 2, 64)
+    cells, blocks = explain(x, x, x, causal=True), explain(x, x, x, mask=masks.causal())
+    both = explain(x, x, x, mask=masks.causal(), causal=True)
+    assert both.flops == cells.flops < blocks.flops
+    assert [e._counted for e in (cells, both)] == ["visible cells"] * 2
+    assert "over whole blocks of the mask" in str(blocks)
+    assert "mask" not in str(cells) and "over visible cells" in str(cells)
 
 
 def test_packed_queries_follow_cu_seqlens():

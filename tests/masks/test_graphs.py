@@ -9,6 +9,7 @@ import torch._dynamo.testing
 
 import onchip
 from onchip import masks
+from tests.masks.cases import CALLS, PRESETS, make
 
 N = 200
 CU = torch.tensor([0, 70, N])
@@ -33,11 +34,8 @@ MORE = {
     "function": lambda cu, lengths: in_window,
     "prefix": lambda cu, lengths: masks.prefix_lm(lengths) | masks.window(3, 0),
     "dense": lambda cu, lengths: masks.causal() & masks.dense(DOCUMENTS[:, None] == DOCUMENTS),
-    "longformer": lambda cu, lengths: masks.longformer(20, 4),
-    "strided": lambda cu, lengths: masks.strided(2),
-    "butterfly": lambda cu, lengths: masks.butterfly(),
-    "block_local": lambda cu, lengths: masks.block_local(64),
-    "bigbird": lambda cu, lengths, mask=masks.bigbird(): mask,  # noqa: B008 (drawn outside)
+    "drawn outside": lambda cu, lengths, mask=masks.bigbird(): mask,  # noqa: B008
+    "preset": lambda cu, lengths: masks.dilated(20, 3) & masks.document(cu) | OUTSIDE,
 }
 
 
@@ -69,6 +67,42 @@ def test_more_masks_compile_to_one_graph(name):
     check_one_graph(MORE[name], dynamic=True)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_compile_to_one_graph(name):
+    sizes = PRESETS[name].calls[0]
+    check_one_graph(lambda cu, lengths: getattr(masks, name)(**sizes), dynamic=True)
+
+
+SIZES = {name: preset.calls[0] for name, preset in PRESETS.items() if preset.calls[0]}
+SIZES |= {"window": {"left": 9, "right": 3}, "prefix_lm": {"prefix_len": 20}}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_may_be_variables_of_a_graph(name):
+    """The graph has the mask alone, which is all that depends on the sizes."""
+    torch._dynamo.reset()
+    mask_of = lambda **sizes: getattr(masks, name)(**sizes)
+    in_graph = lambda sizes: mask_of(**sizes).in_graph(1, 1, 400, 400, torch.device("cpu"))
+    compiled = torch.compile(in_graph, backend="eager", fullgraph=True, dynamic=True)
+    for more in (0, 2, 4):
+        sizes = {n: size + more if size else 0 for n, size in SIZES[name].items()}
+        found = masks.as_mask(compiled(sizes)).build(1, 1, 400, 400)
+        assert torch.equal(found.to_dense(), mask_of(**sizes).build(1, 1, 400, 400).to_dense())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["window", "dilated"])  # intervals, and cells
+def test_attention_with_sizes_that_are_variables_of_a_graph(name):
+    torch._dynamo.reset()
+    attend = lambda x, sizes: onchip.attention(*x, mask=getattr(masks, name)(**sizes))
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
+    x = torch.randn(3, 2, N, 2, 16)
+    for more in (0, 2, 4):
+        sizes = {n: size + more if size else 0 for n, size in SIZES[name].items()}
+        torch.testing.assert_close(compiled(x, sizes), attend(x, sizes))
+
+
 def test_a_new_mask_does_not_recompile():
     graphs = torch._dynamo.testing.CompileCounter()
     fn = torch.compile(
@@ -87,11 +121,7 @@ PICKLED = {
     "window": lambda: masks.window(9, 3) | masks.full() & masks.spans(torch.ones(1, 1, N, 2).int()),
     "dense": lambda: masks.dense(DOCUMENTS[:, None] == DOCUMENTS),
     "mod": lambda: masks.mod(in_window),
-    "longformer": lambda: masks.longformer(20, 4),
-    "bigbird": lambda: masks.bigbird(seed=3),
-    "strided": lambda: masks.strided(2),
-    "butterfly": lambda: masks.butterfly(),
-    "block_local": lambda: masks.block_local(64),
+    **{f"{name} {call}": lambda name=name, call=call: make(name, call) for name, call in CALLS},
 }
 
 

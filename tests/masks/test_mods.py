@@ -3,12 +3,14 @@
 import functools
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onchip import masks
+from tests.masks.cases import PRESETS, make
 
 BATCH, HEADS = 2, 3
 LENGTHS = (1, 63, 111, 128, 129, 257, 384, 799)
@@ -177,7 +179,7 @@ def test_zero_lengths_give_a_mask_without_blocks(seqlens):
     cu_q, cu_k = cu_seqlens([], seqlens[0]), cu_seqlens([], seqlens[1])
     table = torch.ones(*seqlens, dtype=torch.bool)
     kinds = [masks.causal(), masks.document(cu_q, cu_k), masks.mod(MODS[1]), masks.dense(table)]
-    for mask in [*kinds, ~kinds[0], kinds[0] & kinds[2], masks.bigbird()]:
+    for mask in [*kinds, ~kinds[0], kinds[0] & kinds[2], masks.bigbird(), *map(make, PRESETS)]:
         built = mask.build(BATCH, HEADS, *seqlens)
         assert built.shape[2:] == seqlens
         assert (built.num_full, built.num_partial, built.density()) == (0, 0, 0.0)
@@ -287,19 +289,18 @@ def cu(*values, dtype=torch.int32):
 BAD = {
     "cu_seqlens must be integers": lambda: masks.document(cu(0, 64, dtype=torch.float32)),
     r"got torch.int32 \(1, 2\)": lambda: masks.document(cu(0, 64)[None]),
-    "got torch.bool": lambda: masks.document([False, True]),
+    r"got \[False, True\]": lambda: masks.document([False, True]),
+    r"document\(\): cu_seqlens must be integers .*, got 'ab'": lambda: masks.document("ab"),
     r"must start at 0, got cu_seqlens\[0\]=1": lambda: masks.document(cu(1, 64)),
     "must not decrease, got 40 then 30 at index 1": lambda: masks.document(cu(0, 40, 30, 64)),
     r"end at seqlen_q=64, got cu_seqlens\[-1\]=63": lambda: masks.document(cu(0, 63)),
     "end at seqlen_k=64": lambda: masks.document(cu(0, 64), cu(0, 65)),
     "1 documents and cu_seqlens_k has 2": lambda: masks.document(cu(0, 64), cu(0, 1, 64)),
-    "window left=-1": lambda: masks.window(-1, 0),
-    "window right=-2": lambda: masks.window(None, -2),
-    "prefix_len must not be negative": lambda: masks.prefix_lm(-1),
+    "prefix_len must not be negative": lambda: masks.prefix_lm(torch.tensor([-1])),
     r"prefix_len=65 must not exceed seqlen_k=64": lambda: masks.prefix_lm(65),
     "prefix_len has 2 entries for batch=1": lambda: masks.prefix_lm(torch.tensor([1, 2])),
-    "integer tensor": lambda: masks.prefix_lm(1.5),
-    "lengths must be an integer tensor": lambda: masks.padding(3),
+    r"lengths must be an integer tensor \(batch,\), got 3": lambda: masks.padding(3),
+    r"padding\(\): lengths must be .*, got 'a'": lambda: masks.padding("a"),
     r"lengths=\[65\] must not exceed": lambda: masks.padding(torch.tensor([65])),
     "a bound of a span is negative": lambda: masks.spans(-torch.ones(1, 1, 64, 2).int()),
     r"got torch.float32 \(1, 1, 64, 2\)": lambda: masks.spans(torch.ones(1, 1, 64, 2)),
@@ -315,10 +316,6 @@ BAD = {
     "mask must be a Mask": lambda: masks.as_mask("causal"),
     "neither true nor false": lambda: masks.causal() and masks.full(),
     "combine masks, then build": lambda: masks.causal() & masks.full().build(1, 1, 64, 64),
-    "block=0 must be at least 1": lambda: masks.block_local(0),
-    "window_size=-1": lambda: masks.longformer(-1),
-    "random_blocks=-1": lambda: masks.bigbird(random_blocks=-1),
-    "stride=0": lambda: masks.strided(0),
     r"BlockMask of shape \(1, 1, 64, 63\)": lambda: masks.full().build(1, 1, 64, 63),
 }
 
@@ -328,6 +325,36 @@ def test_bad_values_are_refused(message):
     with pytest.raises(ValueError, match=message) as caught:
         masks.build(BAD[message](), 1, 1, 64, 64)
     assert "\n" not in str(caught.value)
+
+
+# {rule: {parameter: its least value}}, and the rule's other arguments.
+LEAST = {name: preset.least for name, preset in PRESETS.items()}
+LEAST |= {"window": {"left": 0, "right": 0}, "prefix_lm": {"prefix_len": 0}}
+SIZES = [(name, parameter) for name, least in LEAST.items() for parameter in least]
+WRONG_TYPES = [2.5, 2.0, "a", True, [3], 3j, torch.tensor(2.5), np.float64(2), np.True_]
+
+
+@pytest.mark.parametrize(("name", "parameter"), SIZES, ids=".".join)
+def test_sizes_that_are_no_integers_or_too_small_are_refused(name, parameter):
+    least = LEAST[name]
+    wrong = [x for x in WRONG_TYPES if parameter != "prefix_len" or x != [3]]  # a list of lengths
+    wrong += [least[parameter] - 1] + [None] * (name != "window")
+    for value in wrong:
+        with pytest.raises(ValueError, match="must be an int") as caught:
+            getattr(masks, name)(**least | {parameter: value})
+        message = str(caught.value)
+        assert message.startswith(f"{name}(): {parameter}") and message.endswith(f"got {value!r}")
+
+
+@pytest.mark.parametrize(("name", "parameter"), SIZES, ids=".".join)
+def test_sizes_may_be_integers_of_numpy(name, parameter):
+    sizes = LEAST[name] | {parameter: 3}
+    mask = getattr(masks, name)(**sizes | {parameter: np.int32(3)})
+    assert repr(mask) == repr(getattr(masks, name)(**sizes))
+    assert torch.equal(
+        mask.build(1, 1, 300, 300).to_dense(),
+        getattr(masks, name)(**sizes).build(1, 1, 300, 300).to_dense(),
+    )
 
 
 @pytest.mark.parametrize("huge", [2**31 - 1, 2**31, 2**40])

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from onchip import masks
+from onchip.masks.mods import node_of
 from onchip.masks.nodes import Interval, build
-from onchip.masks.submask import node_of, submask
+from tests.masks.cases import CALLS, PRESETS, make
 
 SEQLEN = 700
 CU = torch.tensor([0, 3, 130, 131, 500, 700], dtype=torch.int32)
@@ -22,9 +23,7 @@ RULES = {
     "mod and causal": masks.mod(lambda b, h, q, k: (q ^ k) & 8 == 0) & masks.causal(),
     "dense": masks.dense(DENSE),
     "dense per plane": masks.dense(PER_PLANE),
-    "pattern": masks.bigbird(0, 1, 1, seed=3),
-    "butterfly": masks.butterfly(),
-    "pattern of odd blocks": masks.block_local(90),
+    **{f"{name} {call}": make(name, call) for name, call in CALLS},
 }
 PICKS = {
     "all": torch.arange(SEQLEN),
@@ -48,11 +47,27 @@ def test_a_submask_has_the_cells_of_the_whole(name, built):
     node = node_of(whole if built else RULES[name], planes, lengths, torch.device("cpu"))
     for rows, cols in PAIRS:
         rows, cols = PICKS[rows], PICKS[cols]
-        cells = build(submask(node, rows, cols)).to_dense()
+        cells = build(node.submask(rows, cols)).to_dense()
         assert torch.equal(cells, dense[:, :, rows][:, :, :, cols])
 
 
 def test_intervals_stay_intervals():
     """Otherwise a ring round of causal documents would not be recognised as such."""
     node = node_of(RULES["document"], (1, 1), (SEQLEN, SEQLEN), torch.device("cpu"))
-    assert isinstance(submask(node, PICKS["zigzag"], PICKS["any"]), Interval)
+    assert isinstance(node.submask(PICKS["zigzag"], PICKS["any"]), Interval)
+
+
+def identify(mask):
+    parts = mask.node(1, 1, 400, 400, torch.device("cpu")).identity()
+    return [part if isinstance(part, str) else part.tolist() for part in parts]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_masks_with_other_cells_have_another_identity(name):
+    """Otherwise ranks with different masks would not notice."""
+    known = make(name)
+    cells = known.build(1, 1, 400, 400).to_dense()
+    assert identify(known) == identify(make(name))
+    for other in [*(make(name, call) for call in PRESETS[name].calls), ~known]:
+        is_equal = torch.equal(cells, other.build(1, 1, 400, 400).to_dense())
+        assert is_equal or identify(known) != identify(other)

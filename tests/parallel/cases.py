@@ -12,14 +12,15 @@ from onchip.parallel import context_parallel_attention
 from onchip.parallel.comm import run_ranks
 from onchip.parallel.rounds import GlobalMask
 from onchip.parallel.sharding import balanced, contiguous, striped, visible_cells, zigzag
+from tests.masks.cases import PRESETS, make
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 MASKS = {
     "causal": masks.causal(),
     "prefix": masks.prefix_lm(20),
-    "longformer": masks.longformer(9, 3),
     "planes": masks.mod(lambda b, h, q, k: (q + 3 * k + b) % (h + 2) < 2),
     "holes": masks.mod(lambda b, h, q, k: (q // 7) % 3 != 0) & masks.causal(),
+    **{name: make(name) for name in PRESETS},
     "dense": lambda n: torch.rand(n, n, generator=torch.Generator().manual_seed(n)) < 0.4,
 }
 LAYOUTS = {
@@ -44,6 +45,7 @@ OPTIONS = [
     {"mask": "prefix", **DROPOUT},
     {"mask": "planes"},
     {"mask": "longformer", "alibi": True},
+    {"mask": "dilated"},
     {"mask": "dense", "causal": True},
 ]
 PACKED = [o for o in OPTIONS if "mask" not in o]
