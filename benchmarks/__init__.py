@@ -33,5 +33,6 @@ BENCHES |= {
         "accuracy": "errors against fp64 by dtype, kernel and input family; 8-bit emulation; exp2",
     }.items()
 }
+BENCHES["peak"] = BENCHES["peak"]._replace(plots="benchmarks.plots")
 BENCHES["ring"] = BENCHES["ring"]._replace(simulates=True)
 BENCHES["serving"] = BENCHES["serving"]._replace(has_cache=True)

@@ -35,6 +35,7 @@ from onchip.cli.bench.harness import (
     RowRefused,
     Rows,
     Session,
+    Threshold,
     geomean,
     hold,
 )
@@ -145,14 +146,9 @@ class GpuCandidate:
     def jobs(self, backward: bool) -> list[Callable[[], object]]:
         """One job per set. A backward job runs its forward here; its backward uses that stream."""
         stored = [tuple(map(self.layout, inputs)) for inputs in self.sets]
-        make = self._backward_job if backward else self._forward_job
-        return [make(inputs) for inputs in stored]
-
-    def _forward_job(self, inputs: Inputs) -> Callable[[], object]:
-        return partial(_without_grad, self.attend, inputs[:3])
-
-    def _backward_job(self, inputs: Inputs) -> Callable[[], object]:
-        return self.differentiate(inputs)[1]
+        if backward:
+            return [self.differentiate(inputs)[1] for inputs in stored]
+        return [partial(_without_grad, self.attend, inputs[:3]) for inputs in stored]
 
     def differentiate(self, inputs: Inputs) -> tuple[Tensor, Callable[[], Inputs]]:
         """out, and the whole backward pass as a function: () -> (dq, dk, dv)."""
@@ -533,8 +529,13 @@ def _ours(row: Row) -> str:
     return next(iter(row["errors"]))
 
 
-def against_flex(rows: list[Row]) -> float:
-    return geomean([row["ratios"]["flex"][0] for row in rows])
+OVER_FLEX = Threshold(
+    "triton over FlexAttention",
+    lambda row: row["kernel"] == "triton" and "flex" in row["ratios"],
+    at_least=1.0,
+    measure=lambda rows: geomean([row["ratios"]["flex"][0] for row in rows]),
+    optional=True,
+)
 
 
 @dataclass

@@ -71,35 +71,21 @@ def _as_kv8(kv_dtype: str) -> Callable[[Row], bool]:
 
 
 THRESHOLDS = (
-    Threshold("paged decode, worst cell", _is("decode"), AT_LEAST, measure=worst_cell(AT_LEAST)),
-    Threshold(
-        "dense decode, worst cell", _is("decode dense"), AT_LEAST, measure=worst_cell(AT_LEAST)
-    ),
-    Threshold(
-        "page size 1 over 256", _is("page size", 1), SMALL_PAGES, measure=worst_cell(SMALL_PAGES)
-    ),
+    worst_cell("paged decode, worst cell", _is("decode"), AT_LEAST),
+    worst_cell("dense decode, worst cell", _is("decode dense"), AT_LEAST),
+    worst_cell("page size 1 over 256", _is("page size", 1), SMALL_PAGES),
     Threshold(
         "MHA decode, pages of 8", _is("decode MHA"), MHA_TBS, measure=_least_value, unit="TB/s"
     ),
-    Threshold(
-        "cascade over one call, 64 x 8k", _first_prefix, CASCADE, measure=worst_cell(CASCADE)
-    ),
-    Threshold(
-        "swap of a plain copy", _named("swap out", "swap in"), COPIED, measure=worst_cell(COPIED)
-    ),
+    worst_cell("cascade over one call, 64 x 8k", _first_prefix, CASCADE),
+    worst_cell("swap of a plain copy", _named("swap out", "swap in"), COPIED),
     Threshold("swap out beside computation", _named("swap beside"), at_most=BESIDE),
-    Threshold("offload of a plain copy", _named("offload"), COPIED, measure=worst_cell(COPIED)),
+    worst_cell("offload of a plain copy", _named("offload"), COPIED),
     Threshold(
         "offload, most on the device", _named("offload"), None, DEVICE_GB, _most_device_gb, "GB"
     ),
     *(
-        Threshold(
-            f"{name} cache over bf16, 128 x 8k",
-            _as_kv8(name),
-            KV8_SPEEDUP,
-            measure=worst_cell(KV8_SPEEDUP),
-            optional=True,
-        )
+        worst_cell(f"{name} cache over bf16, 128 x 8k", _as_kv8(name), KV8_SPEEDUP, optional=True)
         for name in FORMATS
     ),
 )
