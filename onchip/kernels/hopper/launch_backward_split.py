@@ -89,27 +89,16 @@ def _launch(
     scale, inner = softmax_scales(problem)
     arguments = BackwardArguments.of(problem, x, lists, counter, side.keys)
     _backward_split_kernel[(min(num_tiles, num_sms(x.q.device)),)](
-        descriptor(side.a0, 64, width),
-        descriptor(side.a1, 64, width),
-        descriptor(side.b0, tile, width),
-        descriptor(side.b1, tile, width),
-        vector_descriptor(rows, (2 * tile,)),
-        rows,
-        grad_descriptor(out, width),
-        *arguments.positional,
+        descriptor(side.a0, 64, width), descriptor(side.a1, 64, width),
+        descriptor(side.b0, tile, width), descriptor(side.b1, tile, width),
+        vector_descriptor(rows, (2 * tile,)), rows,
+        grad_descriptor(out, width), *arguments.positional,
         tiles_m,
         l2_group_size(heads, other * _bytes_per_row(problem, width, side.keys), L2_BACKWARD),
-        num_tiles,
-        problem.batch,
-        scale,
-        inner,
-        1.0 if side.values else problem.softmax_scale,
-        WIDTH=width,
-        KEYS=side.keys,
-        VALUES=side.values,
-        **arguments.constants,
-        **_constants(side.config),
-    )
+        num_tiles, problem.batch, scale, inner, 1.0 if side.values else problem.softmax_scale,
+        WIDTH=width, KEYS=side.keys, VALUES=side.values,
+        **arguments.constants, **_constants(side.config),
+    )  # fmt: skip
     return out
 
 
