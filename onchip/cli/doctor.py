@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,18 +103,13 @@ def ordinary(dtype: torch.dtype) -> Problem:
     return describe(Tensors(q, q, q), Options(causal=True))
 
 
-def support_table(
-    devices: dict[str, DeviceInfo] | None = None,
-    problem_of: Callable[[torch.dtype], Problem] = ordinary,
-) -> list[Support]:
+def support_table(devices: dict[str, DeviceInfo] | None = None) -> list[Support]:
     """The precisions that every kernel supports on every device."""
     table = []
     for kernel in backend_names():
         for label, device in (devices or DEVICES).items():
-            backend = get_backend(kernel)
-            answers = {
-                p: find_refusal(backend, problem_of(t), device) for p, t in PRECISIONS.items()
-            }
+            refuse = partial(find_refusal, get_backend(kernel))
+            answers = {p: refuse(ordinary(t), device) for p, t in PRECISIONS.items()}
             served = tuple(p for p, reason in answers.items() if reason is None)
             table.append(Support(kernel, label, served, {p: r for p, r in answers.items() if r}))
     return table

@@ -75,15 +75,9 @@ class ServerOptions:
     hosts: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_body_bytes",
-            "max_bodies_bytes",
-            "max_request_s",
-            "max_stall_s",
-            "max_open",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        for name, value in vars(self).items():
+            if name.startswith("max_") and not value > 0:
+                raise ValueError(f"{name}={value} must be above 0")
         if self.max_bodies_bytes < self.max_body_bytes:
             raise ValueError(
                 f"max_bodies_bytes={self.max_bodies_bytes} must be at least"

@@ -109,11 +109,11 @@ def _resident(field: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def _sampled_peak(job: Job, period_s: float = 0.001) -> tuple[int, Any]:
+def _sampled_peak(job: Job) -> tuple[int, Any]:
     samples, stop = [_resident("VmRSS")], threading.Event()
 
     def watch() -> None:
-        while not stop.wait(period_s):
+        while not stop.wait(0.001):
             samples.append(_resident("VmRSS"))
 
     thread = threading.Thread(target=watch, daemon=True)

@@ -57,14 +57,6 @@ def _first_prefix(row: Row) -> bool:
     return _is("cascade")(row) and (row["batch"], row["seqlen"]) == (batch, shared + own)
 
 
-def _least_value(rows: list[Row]) -> float:
-    return min(row["value"] for row in rows)
-
-
-def _most_device_gb(rows: list[Row]) -> float:
-    return max(row["device_gb"] for row in rows)
-
-
 def _as_kv8(kv_dtype: str) -> Callable[[Row], bool]:
     bench = _is(f"decode {kv_dtype}")
     return lambda row: bench(row) and (row["batch"], row["seqlen"]) == KV8_SPEEDUP_AT
@@ -75,14 +67,22 @@ THRESHOLDS = (
     worst_cell("dense decode, worst cell", _is("decode dense"), AT_LEAST),
     worst_cell("page size 1 over 256", _is("page size", 1), SMALL_PAGES),
     Threshold(
-        "MHA decode, pages of 8", _is("decode MHA"), MHA_TBS, measure=_least_value, unit="TB/s"
+        "MHA decode, pages of 8",
+        _is("decode MHA"),
+        at_least=MHA_TBS,
+        measure=lambda rows: min(row["value"] for row in rows),
+        unit="TB/s",
     ),
     worst_cell("cascade over one call, 64 x 8k", _first_prefix, CASCADE),
     worst_cell("swap of a plain copy", _named("swap out", "swap in"), COPIED),
     Threshold("swap out beside computation", _named("swap beside"), at_most=BESIDE),
     worst_cell("offload of a plain copy", _named("offload"), COPIED),
     Threshold(
-        "offload, most on the device", _named("offload"), None, DEVICE_GB, _most_device_gb, "GB"
+        "offload, most on the device",
+        _named("offload"),
+        at_most=DEVICE_GB,
+        measure=lambda rows: max(row["device_gb"] for row in rows),
+        unit="GB",
     ),
     *(
         worst_cell(f"{name} cache over bf16, 128 x 8k", _as_kv8(name), KV8_SPEEDUP, optional=True)

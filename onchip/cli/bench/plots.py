@@ -74,13 +74,10 @@ def speeds(rows: list[Row]):
             grid[i][j].set_title(f"head_dim {dim}, {'no mask' if mask == 'none' else mask}")
     grid[0][0].set_ylabel("TFLOP/s")
     grid[-1][0].set_xlabel("tokens")
-    labelled = {label: line for axes in grid.flat for line, label in _entries(axes)}
+    entries = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in grid.flat)
+    labelled = {label: line for pairs in entries for line, label in pairs}
     figure.legend(labelled.values(), labelled, loc="outside upper center", ncols=6, frameon=False)
     return figure
-
-
-def _entries(axes) -> Iterable[tuple[Any, str]]:
-    return zip(*axes.get_legend_handles_labels(), strict=True)
 
 
 def _panel(axes, rows: list[Row], plain: str) -> None:

@@ -48,7 +48,6 @@ _forward_kernel = CachedLauncher(forward_kernel)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
-    """Compute out and lse."""
     out, lse = empty_result(problem, x)
     if not out.numel() or not problem.batch:
         return Result(out, lse)
@@ -145,7 +144,6 @@ class _ForwardPlan(NamedTuple):
 
 
 def _tile_plan(problem: Problem, config: HopperConfig) -> _ForwardPlan:
-    """The plan of a call."""
     left, right = problem.window
     group = _heads_per_tile(problem, config, right is not None)
     tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
@@ -159,7 +157,6 @@ def _tile_plan(problem: Problem, config: HopperConfig) -> _ForwardPlan:
 
 
 def _descriptors(problem: Problem, x: Tensors, plan: _ForwardPlan) -> tuple:
-    """Descriptors of q, k and v."""
     width, width_v, tile_n = (
         hopper_width(problem.head_dim),
         hopper_width(problem.head_dim_v),
@@ -201,7 +198,6 @@ def _heads_per_tile(problem: Problem, config: HopperConfig, is_cut: bool) -> int
 
 
 def _keys(problem: Problem, t: Tensor, tile_n: int, width: int) -> Descriptor:
-    """The descriptor of k or v."""
     if problem.page_size:
         return paged_descriptor(t, min(problem.page_size, tile_n), width)
     return descriptor(t, tile_n, width)

@@ -28,7 +28,6 @@ _forward_8bit_kernel = CachedLauncher(forward_8bit_kernel)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
-    """Compute out and lse."""
     out, lse = empty_result(problem, x)
     if not out.numel() or not problem.batch:
         return Result(out, lse)

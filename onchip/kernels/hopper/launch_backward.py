@@ -56,7 +56,6 @@ _LENGTHS = ("num_heads", "seqlen_q", "total_q", "num_sequences", "num_tiles", "r
 def backward(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
-    """Compute all gradients."""
     if not (x.q.numel() and x.k.numel()):
         return _without_scores(problem, x, out, lse, dout, dlse)
     buffers = BackwardBuffers.of(problem, x)
@@ -286,7 +285,6 @@ def _finish(
     dq: Tensor,
     add: bool = False,
 ) -> None:
-    """Launch finish_kernel."""
     parts = buffers.tile_m * buffers.width // PART.value
     _finish_kernel[(buffers.num_programs * parts,)](
         buffers.dq, dq, cu_seqlens_q, *buffers.lengths,
@@ -305,7 +303,6 @@ def _launch_backward(
     dv: Tensor,
     add: bool = False,
 ) -> None:
-    """Launch backward_kernel."""
     config, width = hopper_backward_config(buffers.width), buffers.width
     tiles_n = -(-problem.seqlen_k // config.tile_n)
     heads = problem.batch * problem.num_kv_heads

@@ -23,6 +23,7 @@ from onchip.kernels.tiles import (
     HOPPER_DECODE_KV8_STAGES,
     HOPPER_DECODE_STAGES,
     HOPPER_DECODE_STAGES_DENSE,
+    batch_bucket,
     hopper_decode_programs,
     hopper_width,
 )
@@ -35,7 +36,6 @@ _NONCE = 1 << 62 | secrets.randbits(62)
 
 
 def decode(problem: Problem, x: Tensors) -> Result:
-    """Compute out and lse."""
     out, lse = empty_result(problem, x)
     if not out.numel():
         return Result(out, lse)
@@ -69,7 +69,7 @@ def decode(problem: Problem, x: Tensors) -> Result:
         GROUP=problem.group_size, PAGE_SIZE=problem.page_size,
         HAS_LEFT=left is not None, HAS_RIGHT=right is not None, HAS_SINKS=x.sinks is not None,
         FIRST=is_first, SOFTCAP=problem.softcap != 0,
-        BATCH=_bucket(problem.batch) if problem.page_size else _bucket(1),
+        BATCH=batch_bucket(problem.batch if problem.page_size else 1),
         MOST=max(128, 1 << (most - 1).bit_length()),
         **_constants(width, x.page_table is not None, problem.page_dtype is not None),
     )  # fmt: skip
@@ -80,16 +80,6 @@ def _scratch(problem: Problem, num_slots: int, width: int, like: Tensor) -> Tens
     """For every slot: a fp32 state of each row, a flag of 8 bytes, an lse of each row."""
     rows = problem.seqlen_q * problem.group_size
     return like.new_empty(num_slots + num_slots * rows * (width + 1) // 2 + 1, dtype=torch.int64)
-
-
-def _bucket(batch: int) -> int:
-    """The number of sequences that a program counts, in few sizes, because each one is a
-    compilation.
-    """
-    size = 32
-    while size < batch:
-        size *= 8
-    return size
 
 
 @cache
