@@ -9,6 +9,10 @@ documents.
 from onchip.cli.bench import BENCHES, Benchmark
 
 BENCHES["forward"] = BENCHES["forward"]._replace(module_8bit="benchmarks.forward8")
+BENCHES["paged"] = BENCHES["paged"]._replace(
+    summary="GPU: decoding over pages and in one piece, shared prefixes, swapping, offloading",
+    module="benchmarks.tiers",
+)
 BENCHES |= {
     name: Benchmark(summary, f"benchmarks.{name}")
     for name, summary in {

@@ -39,7 +39,7 @@ BENCHES = {
         plots="onchip.cli.bench.plots",
     ),
     "paged": Benchmark(
-        "GPU: decoding over pages and in one piece, shared prefixes, swapping, offloading",
+        "GPU: decoding over pages and in one piece, shared prefixes",
         "onchip.cli.bench.paged",
         has_cache=True,
     ),
