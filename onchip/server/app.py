@@ -188,12 +188,9 @@ class Server:
         )
         router = APIRouter(route_class=body_route(reader), responses=_ERRORS)
         streams = {200: {"content": _STREAM}}
-        router.post("/v1/completions", response_model=protocol.Completion, responses=streams)(
-            self._completions
-        )
-        router.post(
-            "/v1/chat/completions", response_model=protocol.ChatCompletion, responses=streams
-        )(self._chats)
+        full, chat = protocol.Completion, protocol.ChatCompletion
+        router.post("/v1/completions", response_model=full, responses=streams)(self._completions)
+        router.post("/v1/chat/completions", response_model=chat, responses=streams)(self._chats)
         router.post("/tokenize", response_model=protocol.Tokenized)(self._tokenize)
         router.post("/detokenize", response_model=protocol.Detokenized)(self._detokenize)
         router.get("/v1/models", response_model=protocol.ModelList)(self._models)
