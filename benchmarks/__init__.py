@@ -9,6 +9,10 @@ documents.
 from onchip.cli.bench import BENCHES, Benchmark
 
 BENCHES["forward"] = BENCHES["forward"]._replace(module_8bit="benchmarks.forward8")
+BENCHES["paged"] = BENCHES["paged"]._replace(
+    summary="GPU: decoding over pages and in one piece, shared prefixes, swapping, offloading",
+    module="benchmarks.tiers",
+)
 BENCHES |= {
     name: Benchmark(summary, f"benchmarks.{name}")
     for name, summary in {
@@ -33,5 +37,6 @@ BENCHES |= {
         "accuracy": "errors against fp64 by dtype, kernel and input family; 8-bit emulation; exp2",
     }.items()
 }
+BENCHES["peak"] = BENCHES["peak"]._replace(plots="benchmarks.plots")
 BENCHES["ring"] = BENCHES["ring"]._replace(simulates=True)
 BENCHES["serving"] = BENCHES["serving"]._replace(has_cache=True)

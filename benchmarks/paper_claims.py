@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks import footprint
 from benchmarks import paper_runs as runs
 from onchip.core.problem import Problem
-from onchip.cost import footprint, make_problem, roofline
+from onchip.cost import make_problem, roofline
 from onchip.cost.hardware import A100, H100, H200
 from onchip.kernels.tiles import HOPPER_FORWARD
 from onchip.lab import bounds, traffic

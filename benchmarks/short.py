@@ -12,7 +12,7 @@ import torch
 
 from onchip.cli.bench import gpu, patterns
 from onchip.cli.bench.forward import our_specs, sdpa_rivals
-from onchip.cli.bench.harness import Case, Row, Session, Threshold, worst_cell
+from onchip.cli.bench.harness import Case, Row, Session, worst_cell
 
 # (batch, seqlen, head_dim, mask): alone or as a large batch; 197 is a 14 x 14 image and its class
 CELLS = tuple(product((1, 64), (64, 197, 512), (64, 128), ("none", "causal")))
@@ -24,9 +24,7 @@ def _short(row: Row) -> bool:
     return row["bench"] == "short" and gpu.counts(row)
 
 
-THRESHOLDS = (
-    Threshold("short, worst cell", _short, at_least=AT_LEAST, measure=worst_cell(AT_LEAST)),
-)
+THRESHOLDS = (worst_cell("short, worst cell", _short, AT_LEAST),)
 
 
 def run(session: Session) -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory_report import Sheet, Sheets, print_sheets
+from benchmarks.plots import curves
 from onchip.cli.bench.harness import Row
-from onchip.cli.bench.plots import RC, curves
+from onchip.cli.bench.plots import RC
 
 NAMES = {"gpt2": "GPT-2 medium", "llama": "Llama 1.1B", "bert": "BERT-large"}
 KINDS = {"train": "", "train padded": ", packed against padded", "train packed": ", both packed"}
@@ -73,6 +74,6 @@ def plot(rows: list[Row], path: Path) -> None:
     """Loss curves, as `plots.curves` draws them."""
     import matplotlib
 
-    with matplotlib.rc_context({**RC, "axes.spines.top": False, "axes.spines.right": False}):
+    with matplotlib.rc_context(RC):
         figure = curves(rows)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

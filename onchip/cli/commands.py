@@ -12,6 +12,7 @@ import time
 import webbrowser
 from collections.abc import Iterable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -303,7 +304,6 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _check_bench(args: argparse.Namespace, parts: Sequence[str]) -> None:
     from onchip.cli import bench
-    from onchip.cli.bench import plots
 
     benches = bench.BENCHES
     if args.simulate and not benches[args.name].simulates:
@@ -313,7 +313,7 @@ def _check_bench(args: argparse.Namespace, parts: Sequence[str]) -> None:
     if args.kv_dtype and not benches[args.name].has_cache:
         known = ", ".join(name for name, b in benches.items() if b.has_cache)
         raise ValueError(f"{args.name} has no cache to choose; --kv-dtype is for: {known}")
-    drawn = [name for name, b in benches.items() if b.report or name in plots.BENCHES]
+    drawn = [name for name, b in benches.items() if b.report or b.plots]
     if args.plot and args.name not in drawn:
         raise ValueError(f"{args.name} draws nothing; --plot is for: {', '.join(drawn)}")
     for part in args.only:
@@ -356,7 +356,7 @@ def _session(args: argparse.Namespace, console):
 
 def _keep_results(args: argparse.Namespace, console, session) -> None:
     from onchip.cli import bench
-    from onchip.cli.bench import harness, plots
+    from onchip.cli.bench import harness
 
     if args.json:
         harness.write_results(session.rows, args.json, session.where)
@@ -364,6 +364,7 @@ def _keep_results(args: argparse.Namespace, console, session) -> None:
     if report is not None:
         report.print_report(console, session.rows, args.plot)
     elif args.plot:
+        plots = import_module(bench.BENCHES[args.name].plots)
         plots.draw(harness.document(session.rows, session.where), args.plot)
 
 

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ import torch
 import onchip
 from onchip import models
 from onchip.cli.bench import levels
+from onchip.cli.bench.measure import seconds
 from onchip.core.device import DeviceInfo, device_info
 from onchip.core.dispatch import backend_names, find_refusal, get_backend
 from onchip.core.explain import human_bytes
@@ -102,18 +103,13 @@ def ordinary(dtype: torch.dtype) -> Problem:
     return describe(Tensors(q, q, q), Options(causal=True))
 
 
-def support_table(
-    devices: dict[str, DeviceInfo] | None = None,
-    problem_of: Callable[[torch.dtype], Problem] = ordinary,
-) -> list[Support]:
+def support_table(devices: dict[str, DeviceInfo] | None = None) -> list[Support]:
     """The precisions that every kernel supports on every device."""
     table = []
     for kernel in backend_names():
         for label, device in (devices or DEVICES).items():
-            backend = get_backend(kernel)
-            answers = {
-                p: find_refusal(backend, problem_of(t), device) for p, t in PRECISIONS.items()
-            }
+            refuse = partial(find_refusal, get_backend(kernel))
+            answers = {p: refuse(ordinary(t), device) for p, t in PRECISIONS.items()}
             served = tuple(p for p, reason in answers.items() if reason is None)
             table.append(Support(kernel, label, served, {p: r for p, r in answers.items() if r}))
     return table
@@ -225,7 +221,7 @@ class FirstCall(NamedTuple):
 
 
 def first_calls() -> list[FirstCall]:
-    """LevelTiming by another process with an empty cache; ValueError without a GPU."""
+    """Measured by another process with an empty cache; ValueError without a GPU."""
     if not torch.cuda.is_available():
         raise ValueError("first calls compile on a GPU only, and torch finds none here")
     with tempfile.TemporaryDirectory() as folder:
@@ -265,16 +261,7 @@ def _twice(
             return onchip.attention(*leaves, kernel=kernel, **call_options)
         return torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
 
-    return _seconds(call, device), _seconds(call, device)
-
-
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - start
+    return seconds(call, device), seconds(call, device)
 
 
 def measure_levels(
@@ -311,8 +298,8 @@ def print_levels(console, timings: dict[str, list[levels.LevelTiming]]) -> None:
         console.print(f"- {', '.join(of)}: {source}.", highlight=False, soft_wrap=True)
 
 
-def _latency(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e9:.3g} ns"
+def _latency(latency_s: float | None) -> str:
+    return "" if latency_s is None else f"{latency_s * 1e9:.3g} ns"
 
 
 def print_first_calls(console) -> None:

@@ -23,6 +23,7 @@ from onchip.cli.demo import (
     Measurement,
     Results,
 )
+from onchip.core import explain
 
 LABELS = {"standard": "standard attention", "sdpa": "torch SDPA", "onchip": "onchip"}
 COLUMNS = ("tokens", "mask", "method", "time", "peak extra memory", "max error")
@@ -44,14 +45,8 @@ def program() -> str:
 
 
 def human_bytes(n: float | None) -> str:
-    """1,234,567 -> '1.2 MB' (powers of 1000)."""
-    if n is None:
-        return "n/a"
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}"
-        n /= 1000
-    return f"{n:.3g} TB"
+    """1,234,567 -> '1.23 MB' (powers of 1000)."""
+    return "n/a" if n is None else explain.human_bytes(int(n))
 
 
 def human_time(seconds: float | None) -> str:

@@ -357,13 +357,13 @@ def run(session: Session, choose: Callable[[tuple[int, int]], list[Knob]]) -> li
     return searches
 
 
-def print_searches(console, searches: Sequence[Search], shown: int = 5) -> None:
-    """The fastest candidates of every knob, then the lines to write into tiles.py."""
+def print_searches(console, searches: Sequence[Search]) -> None:
+    """The five fastest candidates of every knob, then the lines to write into tiles.py."""
     from rich.table import Table as Grid
 
     grid = Grid("row", "candidate", "speed", "band")
     for search in searches:
-        for name, gain in list(search.gains().items())[:shown]:
+        for name, gain in list(search.gains().items())[:5]:
             low, high = (geomean([r[i] for r in search.ratios[name]]) for i in (1, 2))
             mark = " *" if name == search.best and name != CURRENT else ""
             grid.add_row(str(search.knob), name + mark, f"{gain:.3f}x", f"{low:.3f} to {high:.3f}")

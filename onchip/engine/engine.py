@@ -157,7 +157,6 @@ class Engine:
         return refused or request
 
     def encode(self, prompt: str) -> list[int]:
-        """The token ids of a prompt."""
         if self.tokenizer is None:
             raise ValueError("the engine has no tokenizer: give the prompt as token ids")
         return self.tokenizer.encode(prompt)

@@ -96,23 +96,15 @@ class SamplerOutput:
 
     def to_tokens(self, samples: Sequence[Sample]) -> list[SampledToken]:
         """The rows for `Scheduler.apply_tokens`. Waits for the device."""
-        if not any(
-            [
-                row_sample.request.beams or row_sample.request.params.logprobs is not None
-                for row_sample in samples
-            ]
-        ):
+        requests = [s.request for s in samples]
+        if not any([r.beams or r.params.logprobs is not None for r in requests]):
             return list(map(SampledToken, self.token.tolist(), self.logprob.tolist()))
         columns = (self.token, self.logprob, self.rank, self.top_tokens, self.top_logprobs)
-        rows = zip(samples, *(column.tolist() for column in columns), strict=True)
+        counts = [num_top(r) or 0 for r in requests]
+        rows = zip(counts, *(column.tolist() for column in columns), strict=True)
         return [
-            SampledToken(
-                token,
-                logprob,
-                rank or None,
-                tuple(zip(ids, tops, strict=True))[: num_top(row_sample.request) or 0],
-            )
-            for row_sample, token, logprob, rank, ids, tops in rows
+            SampledToken(token, logprob, rank or None, tuple(zip(ids, tops, strict=True))[:count])
+            for count, token, logprob, rank, ids, tops in rows
         ]
 
 
@@ -197,12 +189,10 @@ class SamplingMetadataCache:
                 self._metadata, uniform=_copy_to_device(draw_uniforms(self._random), self._device)
             )
         metadata = make_sampling_metadata(samples, self._device)
-        edited = any([row_sample.request.params.edits_logits for row_sample in samples])
+        edited = any([s.request.params.edits_logits for s in samples])
         self._samples, self._metadata = samples, None if edited else metadata
-        sampled = [row_sample for row_sample in samples if not row_sample.request.beams]
-        self._random = [
-            row_sample for row_sample in sampled if not row_sample.request.params.is_greedy
-        ]
+        sampled = [s for s in samples if not s.request.beams]
+        self._random = [s for s in sampled if not s.request.params.is_greedy]
         return metadata
 
 
@@ -261,20 +251,13 @@ def _kernel_columns(
     if metadata.random is None:
         zeros = torch.zeros(count, dtype=torch.float64, device=device)
         return [zeros.float(), zeros, None, None, None]
-    values = [
-        metadata.temperature,
-        metadata.uniform,
-        metadata.min_p,
-        metadata.top_k,
-        metadata.top_p,
-    ]
+    values = [metadata.temperature, metadata.uniform]
+    values += [metadata.min_p, metadata.top_k, metadata.top_p]
     if len(metadata.random) == count:
         return values
     spread = lambda t, off: t.new_full((count,), off).index_copy_(0, metadata.random, t)
-    return [
-        None if t is None else spread(t, off)
-        for t, off in zip(values, (0, 0, 0, 0, 1), strict=True)
-    ]
+    pairs = zip(values, (0, 0, 0, 0, 1), strict=True)
+    return [None if t is None else spread(t, off) for t, off in pairs]
 
 
 def _find_kernel(logits: Tensor) -> ModuleType | None:
@@ -351,13 +334,9 @@ def find_threshold(keys: Tensor, masses: Tensor, wanted: Tensor) -> Tensor:
 def _make_edits(samples: Sequence[Sample], device: torch.device) -> LogitEdits:
     add: dict[tuple[int, int], float] = {}
     repeat: dict[tuple[int, int], float] = {}
-    edited = [
-        (row, row_sample)
-        for row, row_sample in enumerate(samples)
-        if row_sample.request.params.edits_logits
-    ]
+    edited = [(row, s) for row, s in enumerate(samples) if s.request.params.edits_logits]
     for row, row_sample in edited:
-        params, request = row_sample.request.params, row_sample.request
+        request, params = row_sample.request, row_sample.request.params
         values: Counter[int] = Counter(params.logit_bias)
         if params.presence_penalty or params.frequency_penalty:
             for token, count in Counter(row_sample.token_ids).items():

@@ -85,7 +85,6 @@ class SamplingParams:
 
     @property
     def num_samples(self) -> int:
-        """The number of samples."""
         return self.best_of or self.n
 
     @property

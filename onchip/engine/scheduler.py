@@ -62,24 +62,14 @@ class _Plan:
 
     def add(self, chunks: dict[Request, list[Chunk]]) -> None:
         self.chunks |= chunks
-        self.budget -= sum(
-            [
-                chunk.stop - chunk.start
-                for request_chunks in chunks.values()
-                for chunk in request_chunks
-            ]
-        )
+        self.budget -= sum([c.stop - c.start for listed in chunks.values() for c in listed])
 
     def drop(self, request: Request) -> None:
         self.budget += sum(chunk.num_tokens for chunk in self.chunks.pop(request, ()))
 
     def step(self, events: dict[str, list[Request]]) -> ScheduledStep:
-        chunks = tuple(
-            [chunk for request_chunks in self.chunks.values() for chunk in request_chunks]
-        )
-        return ScheduledStep(
-            chunks, **{event: tuple(requests) for event, requests in events.items()}
-        )
+        chunks = tuple([chunk for listed in self.chunks.values() for chunk in listed])
+        return ScheduledStep(chunks, **{name: tuple(listed) for name, listed in events.items()})
 
 
 class Scheduler:

@@ -456,6 +456,14 @@ HOPPER_DECODE_KV8_STAGES, HOPPER_DECODE_KV8_PROGRAMS, HOPPER_DECODE_KV8_REGISTER
 HOPPER_DECODE_BATCH = 2048  # larger batches run on triton: their lengths would not fit smem
 
 
+def batch_bucket(batch: int) -> int:
+    """The sequences that a decode program counts: 32, 256, 2,048; each size compiles a kernel."""
+    size = 32
+    while size < batch:
+        size *= 8
+    return size
+
+
 def hopper_decode_programs(problem: Problem) -> int:
     """Programs of the decode kernel that a processor runs at once."""
     return 1 if problem.page_dtype is None else HOPPER_DECODE_KV8_PROGRAMS

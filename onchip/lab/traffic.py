@@ -27,9 +27,11 @@ from onchip.kernels.tiles import (
 )
 from onchip.masks import BlockMask, Visibility
 
+from .published.ledger import ByteCounts
 from .visits import Visits, count_page_ids, count_row_mask_words, count_visits, even_parts
 
-Lengths = Sequence[tuple[int, int]]
+Mask = BlockMask | None
+Lengths = Sequence[tuple[int, int]] | None
 WORD_BYTES = 4  # a word of mask bits: 32 keys of a query
 
 
@@ -48,7 +50,7 @@ DEFAULT = Chip()
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Traffic(ByteCounts):
     """Bytes by tensor, and operations, as in a ledger: flops of matrix products (a multiply-add is
     two), exps, and other_ops, one for every number that another operation produces or reduces.
     """
@@ -58,18 +60,6 @@ class Traffic:
     flops: int = 0
     exps: int = 0
     other_ops: int = 0
-
-    @property
-    def read_bytes(self) -> int:
-        return self.reads.total()
-
-    @property
-    def write_bytes(self) -> int:
-        return self.writes.total()
-
-    @property
-    def hbm_bytes(self) -> int:
-        return self.read_bytes + self.write_bytes
 
     @property
     def intensity(self) -> float:
@@ -93,102 +83,76 @@ class Traffic:
 
 
 def standard(
-    problem: Problem,
-    chip: Chip = DEFAULT,
-    mask: BlockMask | None = None,
-    lengths: Lengths | None = None,
+    problem: Problem, chip: Chip = DEFAULT, mask: Mask = None, lengths: Lengths = None
 ) -> Traffic:
     """Algorithm 0, the forward. With unlimited SRAM: 4 N^2 + 4 N d numbers, and lse."""
-    return _over_heads(
-        problem, mask, lengths, lambda rule: _standard_head(_Sizes(problem, chip), rule)
-    )
+    sizes = _Sizes(problem, chip)
+    return _over_heads(problem, mask, lengths, lambda rule: _standard_head(sizes, rule))
 
 
 def standard_backward(
     problem: Problem,
     chip: Chip = DEFAULT,
-    mask: BlockMask | None = None,
-    lengths: Lengths | None = None,
+    mask: Mask = None,
+    lengths: Lengths = None,
     dlse: bool = False,
 ) -> Traffic:
     """Algorithm 3, from the P that the forward stored. With unlimited SRAM: 7 N^2 + 8 N d. dlse:
     whether lse has a gradient, too.
     """
     sizes = _Sizes(problem, chip)
-    heads = _over_heads(
-        problem, mask, lengths, lambda rule: _standard_backward_head(sizes, rule, dlse)
-    )
-    return heads + _finish_gradients(sizes, lengths, summed_in_hbm=False)
+    head = lambda rule: _standard_backward_head(sizes, rule, dlse)
+    return _over_heads(problem, mask, lengths, head) + _group_sums(sizes, lengths)
 
 
 def v1(
-    problem: Problem,
-    chip: Chip = DEFAULT,
-    mask: BlockMask | None = None,
-    lengths: Lengths | None = None,
+    problem: Problem, chip: Chip = DEFAULT, mask: Mask = None, lengths: Lengths = None
 ) -> Traffic:
     """FlashAttention, Algorithms 1 and 5: the forward."""
     sizes = _Sizes(problem, chip)
-    tiles = sizes.tiles(paper_v1_tiles)
-    return _over_heads(
-        problem, mask, lengths, lambda rule: _v1_head(sizes, count_visits(rule, tiles, skips=False))
-    )
+    head = lambda rule: _v1_head(sizes, sizes.visits(rule, paper_v1_tiles, skips=False))
+    return _over_heads(problem, mask, lengths, head)
 
 
 def v1_backward(
     problem: Problem,
     chip: Chip = DEFAULT,
-    mask: BlockMask | None = None,
-    lengths: Lengths | None = None,
+    mask: Mask = None,
+    lengths: Lengths = None,
     dlse: bool = False,
 ) -> Traffic:
     """FlashAttention, Algorithm 4, from (O, l, m, seed)."""
     sizes = _Sizes(problem, chip)
-    tiles = sizes.tiles(paper_v1_tiles)
-    heads = _over_heads(
-        problem,
-        mask,
-        lengths,
-        lambda rule: _v1_backward_head(sizes, count_visits(rule, tiles, skips=False), dlse),
-    )
-    return heads + _finish_gradients(sizes, lengths)
+    visited = lambda rule: sizes.visits(rule, paper_v1_tiles, skips=False)
+    head = lambda rule: _v1_backward_head(sizes, visited(rule), dlse)
+    return _over_heads(problem, mask, lengths, head) + _finish_gradients(sizes, lengths)
 
 
 def v2(
-    problem: Problem,
-    chip: Chip = DEFAULT,
-    mask: BlockMask | None = None,
-    lengths: Lengths | None = None,
+    problem: Problem, chip: Chip = DEFAULT, mask: Mask = None, lengths: Lengths = None
 ) -> Traffic:
     """FlashAttention-2, Algorithm 1: the forward. v4 has the same bytes and flops."""
     sizes = _Sizes(problem, chip)
-    tiles = sizes.tiles(paper_v2_tiles)
-    return _over_heads(
-        problem, mask, lengths, lambda rule: _v2_head(sizes, count_visits(rule, tiles, skips=True))
-    )
+    head = lambda rule: _v2_head(sizes, sizes.visits(rule, paper_v2_tiles))
+    return _over_heads(problem, mask, lengths, head)
 
 
 def v2_backward(
     problem: Problem,
     chip: Chip = DEFAULT,
-    mask: BlockMask | None = None,
-    lengths: Lengths | None = None,
+    mask: Mask = None,
+    lengths: Lengths = None,
     dlse: bool = False,
 ) -> Traffic:
     """FlashAttention-2, Algorithm 2, from (O, lse, seed)."""
     sizes = _Sizes(problem, chip)
-    tiles = sizes.tiles(paper_v2_backward_tiles)
-    heads = _over_heads(
-        problem,
-        mask,
-        lengths,
-        lambda rule: _v2_backward_head(sizes, count_visits(rule, tiles, skips=True), dlse),
-    )
-    return heads + _finish_gradients(sizes, lengths)
+    visited = lambda rule: sizes.visits(rule, paper_v2_backward_tiles)
+    head = lambda rule: _v2_backward_head(sizes, visited(rule), dlse)
+    return _over_heads(problem, mask, lengths, head) + _finish_gradients(sizes, lengths)
 
 
 def split_kv(
-    problem: Problem, num_splits: int, chip: Chip = DEFAULT, lengths: Lengths | None = None
+    problem: Problem, num_splits: int, chip: Chip = DEFAULT, lengths: Lengths = None
 ) -> Traffic:
     """v2 over num_splits even_parts of the keys, and the merge of their results."""
     _check("num_splits", num_splits)
@@ -211,7 +175,7 @@ def paged(
     for seqlen_k in cache_seqlens:
         rule = Visibility(problem.seqlen_q, seqlen_k, problem.causal, problem.window_size)
         ids = Traffic(Counter(page_table=4 * count_page_ids(rule, tiles, page_size)))
-        total += _v2_head(sizes, count_visits(rule, tiles, skips=True)) + ids
+        total += _v2_head(sizes, sizes.visits(rule, paper_v2_tiles)) + ids
     return total * problem.num_heads
 
 
@@ -231,7 +195,7 @@ def cascade(problem: Problem, prefix: int, chip: Chip = DEFAULT) -> Traffic:
 
 
 def ring(
-    problem: Problem, num_ranks: int, chip: Chip = DEFAULT, lengths: Lengths | None = None
+    problem: Problem, num_ranks: int, chip: Chip = DEFAULT, lengths: Lengths = None
 ) -> Traffic:
     """v2 over a chunk of keys in each round of each rank, merged into a state; all ranks together.
     `k.sent` and `v.sent` are the bytes on the links.
@@ -297,6 +261,9 @@ class _Sizes:
         if self.chip.tiles is not None:
             return TileConfig(*self.chip.tiles)
         return of_sram(self.sram, self.d, self.dv)
+
+    def visits(self, rule: Visibility, of_sram, skips: bool = True) -> Visits:
+        return count_visits(rule, self.tiles(of_sram), skips)
 
 
 def _standard_head(sizes: _Sizes, rule: Visibility) -> Traffic:
@@ -466,8 +433,8 @@ def _ring_end(sizes: _Sizes, rows: int, has_keys: bool) -> Traffic:
 
 
 def _part_head(sizes: _Sizes, rule: Visibility, name: str = "parts") -> Traffic:
-    """v2 over a segment of keys. It stores (out, lse) in HBM, not rounded to the inputs' dtype."""
-    traffic = _v2_head(sizes, count_visits(rule, sizes.tiles(paper_v2_tiles), skips=True))
+    """v2 over a segment of keys, which stores (out, lse) unrounded in HBM."""
+    traffic = _v2_head(sizes, sizes.visits(rule, paper_v2_tiles))
     writes = {
         f"o.{name}": rule.seqlen_q * sizes.dv * sizes.wide,
         f"lse.{name}": rule.seqlen_q * sizes.wide,
@@ -501,60 +468,59 @@ def _backward_loop(sizes: _Sizes, n: Visits) -> Traffic:
     )
 
 
-def _finish_gradients(
-    sizes: _Sizes, lengths: Lengths | None, summed_in_hbm: bool = True
-) -> Traffic:
-    """Convert dq to its own dtype, and sum dk and dv over the query heads of a group."""
+def _finish_gradients(sizes: _Sizes, lengths: Lengths) -> Traffic:
+    """dq, which was summed in HBM, in its own dtype, and the sums over groups of heads."""
+    traffic = _group_sums(sizes, lengths)
+    if not sizes.converts_dq:
+        return traffic
+    numbers = _tokens(sizes.problem, lengths)[0] * sizes.problem.num_heads * sizes.d
+    return traffic + Traffic(
+        Counter({"dq.convert": numbers * sizes.scratch}),
+        Counter({"dq.convert": numbers * sizes.grad}),
+    )
+
+
+def _group_sums(sizes: _Sizes, lengths: Lengths) -> Traffic:
+    """The sums of dk and dv over the query heads of a group."""
     problem, traffic = sizes.problem, Traffic()
-    n_q, n_k = _tokens(problem, lengths)
-    if summed_in_hbm and sizes.converts_dq:
-        numbers = n_q * problem.num_heads * sizes.d
-        traffic += Traffic(
-            Counter({"dq.convert": numbers * sizes.scratch}),
-            Counter({"dq.convert": numbers * sizes.grad}),
-        )
-    if sizes.grouped:
-        for name, dim in (("dk.heads", sizes.d), ("dv.heads", sizes.dv)):
-            parts, sums = (n_k * heads * dim for heads in (problem.num_heads, problem.num_kv_heads))
-            traffic += Traffic(
-                Counter({name: parts * sizes.scratch}),
-                Counter({name: sums * sizes.grad}),
-                other_ops=parts,
-            )
+    if not sizes.grouped:
+        return traffic
+    n_k = _tokens(problem, lengths)[1]
+    for name, dim in (("dk.heads", sizes.d), ("dv.heads", sizes.dv)):
+        parts, sums = (n_k * heads * dim for heads in (problem.num_heads, problem.num_kv_heads))
+        reads, writes = Counter({name: parts * sizes.scratch}), Counter({name: sums * sizes.grad})
+        traffic += Traffic(reads, writes, other_ops=parts)
     return traffic
 
 
-def _tokens(problem: Problem, lengths: Lengths | None) -> tuple[int, int]:
+def _tokens(problem: Problem, lengths: Lengths) -> tuple[int, int]:
     if lengths is None:
         return problem.batch * problem.seqlen_q, problem.batch * problem.seqlen_k
     return sum(q for q, _ in lengths), sum(k for _, k in lengths)
 
 
-def _check_mask_shape(problem: Problem, mask: BlockMask | None) -> None:
-    if mask is None:
-        return
+def _fits(problem: Problem, mask: BlockMask) -> None:
     wanted = problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k
     broadcast = all(n in (1, m) for n, m in zip(mask.shape[:2], wanted[:2], strict=True))
     if not broadcast or tuple(mask.shape[2:]) != wanted[2:]:
         raise ValueError(f"mask of shape {mask.shape} does not fit scores of shape {wanted}")
 
 
-def _over_heads(problem: Problem, mask: BlockMask | None, lengths: Lengths | None, head) -> Traffic:
+def _over_heads(problem: Problem, mask: Mask, lengths: Lengths, head) -> Traffic:
     total = Traffic()
     for rule, heads in _rules(problem, mask, lengths):
         total += head(rule) * heads
     return total
 
 
-def _rules(
-    problem: Problem, mask: BlockMask | None, lengths: Lengths | None
-) -> Iterator[tuple[Visibility, int]]:
+def _rules(problem: Problem, mask: Mask, lengths: Lengths) -> Iterator[tuple[Visibility, int]]:
     """Every visibility rule, and the number of (batch, head) pairs with it."""
     if problem.packed != (lengths is not None):
         raise ValueError(f"problem.packed={problem.packed}, but lengths={lengths!r}")
     if problem.has_mask != (mask is not None):
         raise ValueError(f"problem.has_mask={problem.has_mask}, but mask={mask!r}")
-    _check_mask_shape(problem, mask)
+    if mask is not None:
+        _fits(problem, mask)
     band = problem.causal, problem.window_size
     if lengths is not None:
         for seqlen_q, seqlen_k in lengths:

@@ -75,15 +75,9 @@ class ServerOptions:
     hosts: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_body_bytes",
-            "max_bodies_bytes",
-            "max_request_s",
-            "max_stall_s",
-            "max_open",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        for name, value in vars(self).items():
+            if name.startswith("max_") and not value > 0:
+                raise ValueError(f"{name}={value} must be above 0")
         if self.max_bodies_bytes < self.max_body_bytes:
             raise ValueError(
                 f"max_bodies_bytes={self.max_bodies_bytes} must be at least"
@@ -194,12 +188,9 @@ class Server:
         )
         router = APIRouter(route_class=body_route(reader), responses=_ERRORS)
         streams = {200: {"content": _STREAM}}
-        router.post("/v1/completions", response_model=protocol.Completion, responses=streams)(
-            self._completions
-        )
-        router.post(
-            "/v1/chat/completions", response_model=protocol.ChatCompletion, responses=streams
-        )(self._chats)
+        full, chat = protocol.Completion, protocol.ChatCompletion
+        router.post("/v1/completions", response_model=full, responses=streams)(self._completions)
+        router.post("/v1/chat/completions", response_model=chat, responses=streams)(self._chats)
         router.post("/tokenize", response_model=protocol.Tokenized)(self._tokenize)
         router.post("/detokenize", response_model=protocol.Detokenized)(self._detokenize)
         router.get("/v1/models", response_model=protocol.ModelList)(self._models)

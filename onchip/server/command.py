@@ -32,9 +32,8 @@ def serve(args: argparse.Namespace) -> int:
     engine = _model(args).engine
     LOG.info("%s", describe(engine, options.model))
     server = Server(engine, options, keys)
-    ServerProcess(server, args.drain_s, lambda: _announce(server, url_of(sock), args.model)).run(
-        [sock]
-    )
+    announce = lambda: _announce(server, url_of(sock), args.model)
+    ServerProcess(server, args.drain_s, announce).run([sock])
     return 1 if server.service.death_cause else 0
 
 

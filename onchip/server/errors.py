@@ -41,14 +41,8 @@ class APIError(HTTPException):
 
     @property
     def body(self) -> dict[str, dict[str, str | None]]:
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        named = {"message": self.message, "type": self.kind}
+        return {"error": {**named, "param": self.param, "code": self.code}}
 
 
 _KINDS = {

@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from onchip.engine.request import CompletionOutput, Logprob, RequestOutput
 
@@ -142,37 +141,12 @@ def find_failure(
     return None
 
 
-class ResponseBuilder(Protocol):
-    """Builds the responses of one of the two endpoints."""
-
-    def build_full(
-        self, deltas: Sequence[ChoiceDelta], usage: protocol.Usage
-    ) -> protocol.Completion | protocol.ChatCompletion: ...
-
-    def build_opening(
-        self, num_choices: int
-    ) -> Iterator[protocol.Completion | protocol.ChatCompletionChunk]:
-        """The first chunks of a stream."""
-        ...
-
-    def build_chunk(
-        self, delta: ChoiceDelta
-    ) -> protocol.Completion | protocol.ChatCompletionChunk: ...
-
-    def build_usage_chunk(
-        self, usage: protocol.Usage
-    ) -> protocol.Completion | protocol.ChatCompletionChunk: ...
-
-
 class _Builder:
     """Fields that every response has."""
 
     def __init__(self, prefix: str, model: str, read_token: ReadToken):
-        self.head = {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        name = f"{prefix}-{uuid.uuid4().hex}"
+        self.head = {"id": name, "created": int(time.time()), "model": model}
         self.read_token = read_token
 
 
@@ -189,6 +163,7 @@ class CompletionBuilder(_Builder):
         return protocol.Completion(**self.head, choices=choices, usage=usage)
 
     def build_opening(self, num_choices: int) -> Iterator[protocol.Completion]:
+        """The first chunks of a stream: none."""
         return iter(())
 
     def build_chunk(self, delta: ChoiceDelta) -> protocol.Completion:
@@ -279,3 +254,6 @@ class ChatBuilder(_Builder):
     def _entry(self, token: int, entry: Logprob) -> dict:
         read = self.read_token(token)
         return {"token": read.text, "logprob": entry.logprob, "bytes": list(read.data)}
+
+
+ResponseBuilder = CompletionBuilder | ChatBuilder

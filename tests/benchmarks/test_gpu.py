@@ -344,14 +344,14 @@ def test_a_window_row_counts_if_fa2_is_measured(stand_ins, monkeypatch):
     case = masks._case("window", "window 1024", 64, 300)
     assert not gpu.counts(masks.window(Session(device=CPU), case)[0])  # it has no CPU kernel
     size = {"window_size": (masks.WINDOW - 1, 0)}
-    monkeypatch.setattr(peers, "fa2_window", lambda n: lambda *x: onchip.attention(*x, **size))
+    monkeypatch.setattr(masks, "fa2_window", lambda n: lambda *x: onchip.attention(*x, **size))
     row = masks.window(Session(device=CPU), case)[0]
     assert "fa2" in row["ratios"] and gpu.counts(row)
 
 
 def test_a_cell_within_its_band_of_the_threshold_is_tied():
     row = lambda ratio, *band: {"ratio": ratio, "band": list(band)}
-    threshold = Threshold("worst", lambda row: True, at_least=0.92, measure=worst_cell(0.92))
+    threshold = worst_cell("worst", lambda row: True, 0.92)
     assert check_thresholds([row(1.1, 1.0, 1.2), row(0.91, 0.90, 0.93)], [threshold])[0].ok
     verdict = check_thresholds([row(1.1, 1.0, 1.2), row(0.90, 0.89, 0.91)], [threshold])[0]
     assert not verdict.ok and verdict.measured == 0.90

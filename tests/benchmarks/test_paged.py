@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import onchip
+from benchmarks import tiers
 from onchip.cli.bench import gpu, paged, peers
 from onchip.cli.bench.gpu import Capture, GpuCandidate
 from onchip.cli.bench.harness import Inaccurate, Session, check_thresholds
@@ -120,10 +121,10 @@ def test_only_the_first_prefix_has_a_threshold():
 
 
 def test_parts_are_chosen_by_name():
-    titles = lambda **o: [title for title, _ in paged.steps(Session(device=CPU, **o))]
+    titles = lambda **o: [title for title, _ in tiers.steps(Session(device=CPU, **o))]
     every = titles()
-    assert [titles(only=[part]) for part in paged.PARTS[3:]] == [["prefix"], ["swap"], ["offload"]]
-    assert sum((titles(only=[part]) for part in paged.PARTS), []) == every
+    assert [titles(only=[part]) for part in tiers.TIERS] == [["prefix"], ["swap"], ["offload"]]
+    assert sum((titles(only=[part]) for part in tiers.PARTS), []) == every
     assert titles(only=["decode"], seqlens=[16384])[0] == "decode, 1 x 16,384 keys"
     assert len(titles(quick=True)) == 6
     kv8 = titles(only=["decode"], kv_dtypes=["fp8", "int8"])
@@ -131,9 +132,9 @@ def test_parts_are_chosen_by_name():
 
 
 def test_a_prefix_needs_no_gpu(monkeypatch):
-    monkeypatch.setitem(paged.TIERS, "prefix", partial(paged.tiers.prefix, num_tokens=100))
+    monkeypatch.setattr(tiers, "prefix", partial(tiers.prefix, num_tokens=100))
     session = Session(only=["prefix"], quick=True)
-    paged.run(session)
+    tiers.run(session)
     assert [row["bench"] for row in session.rows] == ["prefix hit", "prefix publish"]
 
 

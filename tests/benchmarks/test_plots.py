@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import onchip
-from onchip.cli.bench import plots
+from benchmarks import plots
 from onchip.cli.bench.harness import Case, document
+from onchip.cli.bench.plots import caption, short_count
 
 ROOT = Path(onchip.__file__).parents[1]
 
@@ -76,17 +77,17 @@ def test_results_without_speeds_are_refused(tmp_path):
 
 def test_lengths_are_short():
     shown = {512: "512", 1024: "1k", 1500: "1500", 1 << 20: "1M"}
-    assert {n: plots.short_count(n) for n in shown} == shown
+    assert {n: short_count(n) for n in shown} == shown
 
 
 @pytest.mark.parametrize(("stem", "picture"), plots.PICTURES.items())
 def test_the_pictures_of_the_documents_are_up_to_date(stem, picture):
-    """`python -m onchip.cli.bench.plots` draws them anew."""
+    """`python -m benchmarks.plots` draws them anew."""
     source = ROOT / "benchmarks/results" / f"{stem}.json"
     if not source.exists():
         pytest.skip(f"{source.name} is not measured yet")
     meta = json.loads(source.read_text())["meta"]
-    assert plots.caption(meta) in (ROOT / "docs" / picture).read_text()
+    assert caption(meta) in (ROOT / "docs" / picture).read_text()
 
 
 def test_a_picture_is_drawn_from_a_file(tmp_path, capsys):

@@ -1,10 +1,10 @@
-"""Prefix, swap and offload rows of `onchip bench paged`, in miniature on the CPU."""
+"""Prefix, swap and offload rows of `python -m benchmarks paged`, in miniature on the CPU."""
 
 import pytest
 import torch
 
 import onchip
-from onchip.cli.bench import paged, tiers
+from benchmarks import tiers
 from onchip.cli.bench.harness import Inaccurate, Session, check_thresholds
 from onchip.kvcache import HostTier
 
@@ -79,7 +79,7 @@ def test_thresholds_of_copies():
     copy = (1_000, [1e-6] * 9)
     rows = [tiers._copy_row(case, "swap out", fast, copy), tiers._beside_row(case, 1.3)]
     rows += [tiers._copy_row(case, "offload", slow, copy) | {"device_gb": 0.6}]
-    verdicts = check_thresholds(rows, [t._replace(optional=True) for t in paged.THRESHOLDS])
+    verdicts = check_thresholds(rows, [t._replace(optional=True) for t in tiers.THRESHOLDS])
     assert {v.threshold.name: v.ok for v in verdicts} == {
         "swap of a plain copy": True,
         "swap out beside computation": False,

@@ -55,7 +55,7 @@ def test_the_cache_is_where_triton_looks(monkeypatch, tmp_path):
 
 def test_first_calls_are_timed_and_refusals_left_out(monkeypatch):
     seconds = iter([3.0, 0.001] * 99)
-    monkeypatch.setattr(doctor, "_seconds", lambda call, device: call() is None or next(seconds))
+    monkeypatch.setattr(doctor, "seconds", lambda call, device: call() is None or next(seconds))
 
     def attention(q, k, v, kernel, **options):
         if kernel == "hopper":

@@ -1,5 +1,5 @@
-"""On a GPU: bytes survive a round trip, and copies overlap with computation. `onchip bench paged
---only swap` measures their speed.
+"""On a GPU: bytes survive a round trip, and copies overlap with computation. `python -m benchmarks
+paged --only swap` measures their speed.
 """
 
 from itertools import pairwise

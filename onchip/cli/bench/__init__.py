@@ -17,6 +17,7 @@ class Benchmark(NamedTuple):
     summary: str
     module: str
     report: str | None = None  # module with tables of its own
+    plots: str = ""  # module with draw(document, path), for --plot
     module_8bit: str | None = None  # runs instead for --precision
     simulates: bool = False  # accepts --simulate
     has_cache: bool = False  # accepts --kv-dtype
@@ -30,13 +31,15 @@ BENCHES = {
     "forward": Benchmark(
         "GPU: forward kernels against FlashAttention-3, cuDNN and other peers",
         "onchip.cli.bench.forward",
+        plots="onchip.cli.bench.plots",
     ),
     "backward": Benchmark(
         "GPU: the whole backward pass against cuDNN and FlashAttention-2",
         "onchip.cli.bench.backward",
+        plots="onchip.cli.bench.plots",
     ),
     "paged": Benchmark(
-        "GPU: decoding over pages and in one piece, shared prefixes, swapping, offloading",
+        "GPU: decoding over pages and in one piece, shared prefixes",
         "onchip.cli.bench.paged",
         has_cache=True,
     ),

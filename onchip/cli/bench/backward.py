@@ -36,15 +36,12 @@ def _share_ahead(rows: list[Row]) -> float:
 
 THRESHOLDS = (
     Threshold("backward", _plain, at_least=1.05),
-    Threshold("backward, worst cell", _plain, at_least=0.93, measure=worst_cell(0.93)),
+    worst_cell("backward, worst cell", _plain, 0.93),
     Threshold(
         "backward, share of cells ahead", _plain, at_least=30 / 36, measure=_share_ahead, unit=""
     ),
-    Threshold(
-        "deterministic over plain, worst cell",
-        lambda row: row["bench"] == "deterministic",
-        at_least=0.75,
-        measure=worst_cell(0.75),
+    worst_cell(
+        "deterministic over plain, worst cell", lambda row: row["bench"] == "deterministic", 0.75
     ),
     Threshold(
         "RMSE over cuDNN's",
@@ -53,13 +50,7 @@ THRESHOLDS = (
         measure=partial(gpu.worst_error, distributions=("normal",)),  # see rounding_model on dk
         unit="x",
     ),
-    Threshold(
-        "triton over FlexAttention",
-        lambda row: row["kernel"] == "triton" and "flex" in row["ratios"],
-        at_least=1.0,
-        measure=gpu.against_flex,
-        optional=True,
-    ),
+    gpu.OVER_FLEX,
 )
 
 

@@ -32,9 +32,8 @@ from onchip.testing import make_packed, make_qkv, oracle, rmse
 DTYPES = (torch.float32, torch.bfloat16)
 LENGTHS, HEAD_DIMS = (512, 1024, 2048, 4096, 8192), (64, 128)
 MASKED_LENGTH = 8192
-PACKED_LENGTHS = [
-    round(64 * 32 ** (i / 15)) for i in range(16)
-]  # 64 to 2048, even in the logarithm
+# 64 to 2048, even in the logarithm
+PACKED_LENGTHS = [round(64 * 32 ** (i / 15)) for i in range(16)]
 MASK_TOKENS, MASK_DOCUMENTS = 131072, 32
 MEMORY_LENGTH = 65536
 Step = tuple[str, Callable[[], Row]]
@@ -47,39 +46,31 @@ def dtypes() -> list[torch.dtype]:
     return [dtype for dtype in DTYPES if has_fast_matmul(dtype)]
 
 
-def _is(bench: str, **columns: object) -> Callable[[Row], bool]:
-    wanted = {"bench": bench, **columns}
+def _is(bench: str, way: str | None = None, **columns: str) -> Callable[[Row], bool]:
+    """Rows of a benchmark, of one pass if `way` is given, with these columns."""
+    wanted = {"bench": bench, **columns} | ({"pass": way} if way else {})
     return lambda row: all(row[name] == value for name, value in wanted.items())
 
 
-BOTH = "forward+backward"
+FORWARD, BOTH = "forward", "forward+backward"
+WINDOW, DOCUMENTS, BLOCKS = "window 256", "16 documents", "10% of blocks"
 THRESHOLDS = (
-    Threshold("forward", _is("dense", **{"pass": "forward"}), at_least=0.95),
-    Threshold(
-        "forward+backward, fp32", _is("dense", dtype="float32", **{"pass": BOTH}), at_least=0.90
-    ),
+    Threshold("forward", _is("dense", FORWARD), at_least=0.95),
+    Threshold("forward+backward, fp32", _is("dense", BOTH, dtype="float32"), at_least=0.90),
     Threshold(
         "forward+backward, bf16",
-        _is("dense", dtype="bfloat16", **{"pass": BOTH}),
+        _is("dense", BOTH, dtype="bfloat16"),
         at_least=0.55,
         optional=True,  # of CPUs that have instructions for bf16
     ),
-    Threshold("window", _is("masked", mask="window 256", **{"pass": "forward"}), at_least=8),
-    Threshold("documents", _is("masked", mask="16 documents", **{"pass": "forward"}), at_least=6),
-    Threshold(
-        "random blocks", _is("masked", mask="10% of blocks", **{"pass": "forward"}), at_least=5
-    ),
-    Threshold(
-        "window, forward+backward", _is("masked", mask="window 256", **{"pass": BOTH}), at_least=4
-    ),
-    Threshold(
-        "documents, forward+backward",
-        _is("masked", mask="16 documents", **{"pass": BOTH}),
-        at_least=4,
-    ),
+    Threshold("window", _is("masked", FORWARD, mask=WINDOW), at_least=8),
+    Threshold("documents", _is("masked", FORWARD, mask=DOCUMENTS), at_least=6),
+    Threshold("random blocks", _is("masked", FORWARD, mask=BLOCKS), at_least=5),
+    Threshold("window, forward+backward", _is("masked", BOTH, mask=WINDOW), at_least=4),
+    Threshold("documents, forward+backward", _is("masked", BOTH, mask=DOCUMENTS), at_least=4),
     Threshold("packed against padded", _is("packed"), at_least=2.5),
-    Threshold("memory, forward", _is("memory", **{"pass": "forward"}), at_most=64),
-    Threshold("memory, forward+backward", _is("memory", **{"pass": BOTH}), at_most=160),
+    Threshold("memory, forward", _is("memory", FORWARD), at_most=64),
+    Threshold("memory, forward+backward", _is("memory", BOTH), at_most=160),
     Threshold("building a mask", _is("mask build"), at_most=20),
     Threshold("import", _is("import"), at_most=300),
     Threshold("host time of a call", _is("host"), at_most=60),
@@ -94,14 +85,8 @@ def run(session: Session) -> None:
             "this CPU has no instructions for bf16: rows of it would measure torch's loops"
         )
     torch.set_num_threads(session.threads)
-    session.run(
-        [
-            *dense_steps(session),
-            *masked_steps(session),
-            *packed_steps(session),
-            *other_steps(session),
-        ]
-    )
+    kinds = (dense_steps, masked_steps, packed_steps, other_steps)
+    session.run(step for steps in kinds for step in steps(session))
 
 
 def dense_steps(session: Session) -> Iterator[Step]:
@@ -201,10 +186,8 @@ def other_steps(session: Session) -> Iterator[Step]:
 
 def memory(case: Case) -> Row:
     """Peak memory beyond the inputs, in a process of its own."""
-    code = (
-        f"from onchip.cli.bench.cpu import print_peak; print_peak({case.seqlen}, {case.backward})"
-    )
-    peak = float(child(code))
+    run_peak = f"print_peak({case.seqlen}, {case.backward})"
+    peak = float(child(f"from onchip.cli.bench.cpu import print_peak; {run_peak}"))
     kernel = onchip.explain(*make_qkv(1, 1, num_heads=1)).plan.kernel
     return case.row(kernel, peak / 1e6, "MB")
 

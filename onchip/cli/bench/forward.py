@@ -21,13 +21,9 @@ def _plain(row: Row) -> bool:
     return row["bench"] == "forward" and gpu.counts(row)
 
 
-def _beside_flex(row: Row) -> bool:
-    return row["kernel"] == "triton" and "flex" in row["ratios"]
-
-
 THRESHOLDS = (
     Threshold("forward", _plain, at_least=1.0),
-    Threshold("forward, worst cell", _plain, at_least=0.92, measure=worst_cell(0.92)),
+    worst_cell("forward, worst cell", _plain, 0.92),
     Threshold(
         "RMSE over cuDNN's",
         lambda row: row["bench"] == "forward" and gpu.has_cudnn(row),
@@ -35,13 +31,7 @@ THRESHOLDS = (
         measure=gpu.worst_error,
         unit="x",
     ),
-    Threshold(
-        "triton over FlexAttention",
-        _beside_flex,
-        at_least=1.0,
-        measure=gpu.against_flex,
-        optional=True,
-    ),
+    gpu.OVER_FLEX,
 )
 
 

@@ -308,14 +308,19 @@ def _verdict(threshold: Threshold, rows: list[Row]) -> ThresholdResult:
     return ThresholdResult(threshold, (threshold.measure or measure)(rows), unit)
 
 
-def worst_cell(threshold: float) -> Callable[[list[Row]], float]:
-    """The least ratio; a cell whose 10-90 % band contains the threshold counts as equal to it."""
+def worst_cell(
+    name: str, selects: Callable[[Row], bool], at_least: float, optional: bool = False
+) -> Threshold:
+    """A bound on the least ratio; a cell whose 10-90 % band contains the bound counts as equal to
+    it.
+    """
 
-    def tied(row: Row) -> bool:
+    def ratio(row: Row) -> float:
         low, high = row["band"]
-        return low <= threshold <= high
+        return at_least if low <= at_least <= high else row["ratio"]
 
-    return lambda rows: min(threshold if tied(row) else row["ratio"] for row in rows)
+    least = lambda rows: min(map(ratio, rows))
+    return Threshold(name, selects, at_least, measure=least, optional=optional)
 
 
 def geomean(values: list[float]) -> float:
@@ -360,15 +365,8 @@ def _commit() -> str | None:
     """The commit of the source tree, with a + if the tree is modified; None outside a git tree.
     Read once per process, because the running code is the code that was loaded.
     """
-    git = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--abbrev=12",
-        "--dirty=+",
-    ]
+    git = ["git", "-C", str(Path(__file__).parent), "describe"]
+    git += ["--always", "--abbrev=12", "--dirty=+"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

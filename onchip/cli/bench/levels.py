@@ -127,14 +127,14 @@ def _hop(where: memoryview, at: int, times: int) -> int:
     return at
 
 
-def gpu_levels(device: torch.device, sets: tuple[int, ...] = GPU_SETS) -> Iterator[LevelTiming]:
+def gpu_levels(device: torch.device) -> Iterator[LevelTiming]:
     """Read half of a set and write its negation to the other half. Plain copies in a graph reached
     2.7 TB/s on an H200, where kernels reach 4.4.
     """
     from onchip.kernels.triton.chase import chase, make_ring
 
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
-    for size in sets:
+    for size in GPU_SETS:
         source = torch.ones(size // 8, device=device)
         target = torch.empty_like(source)
         copies = max(1, (4 << 30) // size)

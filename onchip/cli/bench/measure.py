@@ -6,7 +6,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,27 +110,20 @@ def _resident(field: str) -> int:
 
 
 def _sampled_peak(job: Job) -> tuple[int, Any]:
-    with _sampler() as samples:
-        result = job()
-    return max(samples), result
-
-
-@contextmanager
-def _sampler(period_s: float = 0.001):
     samples, stop = [_resident("VmRSS")], threading.Event()
 
     def watch() -> None:
-        while not stop.wait(period_s):
+        while not stop.wait(0.001):
             samples.append(_resident("VmRSS"))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield samples
+        result = job()
     finally:
         stop.set()
         thread.join()
-        samples.append(_resident("VmRSS"))
+    return max(*samples, _resident("VmRSS")), result
 
 
 def sample_rows(n: int, count: int) -> Tensor:

@@ -7,7 +7,7 @@ among short ones. "cascade" rows read a prefix once for all sequences that share
 call that reads it for each. A value is the keys and values of a call over its time, of a cascade
 its time; `page_size` is a column. "decode fp8" and "decode int8" (--kv-dtype) are ours over pages
 of 8 bits against ours over bf16 pages of the same numbers, which 8 bits hold: tokens a second, one
-of each sequence a call. tiers.py has the rows about prefixes, swapping and offloading.
+of each sequence a call.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import onchip
-from onchip.cli.bench import gpu, peers, tiers
+from onchip.cli.bench import gpu, peers
 from onchip.cli.bench.gpu import GpuCandidate, Inputs, RowSpec, Scale
 from onchip.cli.bench.harness import Case, Row, Session, Threshold, hold, worst_cell
 from onchip.cost.prefixes import costs
@@ -36,11 +36,10 @@ CHECKED = 4  # sequences of a batch that are compared with fp64
 # Sequences, keys they share, keys of their own: a prefix that stays in the L2, which then serves
 # one call as well, one that does not, and one too short to be worth it.
 PREFIXES = ((64, 8192, 256), (64, 32768, 256), (8, 2048, 64))
-TIERS = {"prefix": tiers.prefix, "swap": tiers.swap, "offload": tiers.stream}
-PARTS = ("decode", "pages", "cascade", *TIERS)  # of --only
+PARTS = ("decode", "pages", "cascade")  # of --only
 AT_LEAST, SMALL_PAGES, MHA_TBS = 0.98, 0.90, 3.5
 KV8_SPEEDUP, KV8_SPEEDUP_AT = 1.7, CELLS[-1]
-CASCADE, COPIED, BESIDE, DEVICE_GB = 5.0, 0.8, 1.25, 2.0
+CASCADE = 5.0
 
 
 def _is(bench: str, page_size: int | None = None) -> Callable[[Row], bool]:
@@ -48,21 +47,9 @@ def _is(bench: str, page_size: int | None = None) -> Callable[[Row], bool]:
     return lambda row: row["bench"] == bench and fits(row) and gpu.counts(row)
 
 
-def _named(*benches: str) -> Callable[[Row], bool]:
-    return lambda row: row["bench"] in benches and not row["doubts"]
-
-
 def _first_prefix(row: Row) -> bool:
     batch, shared, own = PREFIXES[0]
     return _is("cascade")(row) and (row["batch"], row["seqlen"]) == (batch, shared + own)
-
-
-def _least_value(rows: list[Row]) -> float:
-    return min(row["value"] for row in rows)
-
-
-def _most_device_gb(rows: list[Row]) -> float:
-    return max(row["device_gb"] for row in rows)
 
 
 def _as_kv8(kv_dtype: str) -> Callable[[Row], bool]:
@@ -71,35 +58,19 @@ def _as_kv8(kv_dtype: str) -> Callable[[Row], bool]:
 
 
 THRESHOLDS = (
-    Threshold("paged decode, worst cell", _is("decode"), AT_LEAST, measure=worst_cell(AT_LEAST)),
+    worst_cell("paged decode, worst cell", _is("decode"), AT_LEAST),
+    worst_cell("dense decode, worst cell", _is("decode dense"), AT_LEAST),
+    worst_cell("page size 1 over 256", _is("page size", 1), SMALL_PAGES),
     Threshold(
-        "dense decode, worst cell", _is("decode dense"), AT_LEAST, measure=worst_cell(AT_LEAST)
+        "MHA decode, pages of 8",
+        _is("decode MHA"),
+        at_least=MHA_TBS,
+        measure=lambda rows: min(row["value"] for row in rows),
+        unit="TB/s",
     ),
-    Threshold(
-        "page size 1 over 256", _is("page size", 1), SMALL_PAGES, measure=worst_cell(SMALL_PAGES)
-    ),
-    Threshold(
-        "MHA decode, pages of 8", _is("decode MHA"), MHA_TBS, measure=_least_value, unit="TB/s"
-    ),
-    Threshold(
-        "cascade over one call, 64 x 8k", _first_prefix, CASCADE, measure=worst_cell(CASCADE)
-    ),
-    Threshold(
-        "swap of a plain copy", _named("swap out", "swap in"), COPIED, measure=worst_cell(COPIED)
-    ),
-    Threshold("swap out beside computation", _named("swap beside"), at_most=BESIDE),
-    Threshold("offload of a plain copy", _named("offload"), COPIED, measure=worst_cell(COPIED)),
-    Threshold(
-        "offload, most on the device", _named("offload"), None, DEVICE_GB, _most_device_gb, "GB"
-    ),
+    worst_cell("cascade over one call, 64 x 8k", _first_prefix, CASCADE),
     *(
-        Threshold(
-            f"{name} cache over bf16, 128 x 8k",
-            _as_kv8(name),
-            KV8_SPEEDUP,
-            measure=worst_cell(KV8_SPEEDUP),
-            optional=True,
-        )
+        worst_cell(f"{name} cache over bf16, 128 x 8k", _as_kv8(name), KV8_SPEEDUP, optional=True)
         for name in FORMATS
     ),
 )
@@ -167,11 +138,7 @@ class DecodeCheck:
 
 
 def run(session: Session) -> None:
-    """--only prefix needs no GPU."""
-    if set(session.only) == {"prefix"}:
-        session.run(steps(session))
-    else:
-        gpu.run(session, lambda: steps(session))
+    gpu.run(session, lambda: steps(session))
 
 
 def steps(session: Session) -> Iterator[gpu.Step]:
@@ -179,7 +146,6 @@ def steps(session: Session) -> Iterator[gpu.Step]:
     --kv-dtype selects 8-bit caches instead of 16-bit ones.
     """
     makers = {"decode": _decode_steps, "pages": _page_steps, "cascade": _cascade_steps}
-    makers |= {name: partial(_tier_steps, name) for name in TIERS}
     for name in PARTS:
         if name in (session.only or (name,)):
             yield from makers[name](session)
@@ -207,10 +173,6 @@ def _cascade_steps(session: Session) -> Iterator[gpu.Step]:
     for batch, shared, own in PREFIXES[-1:] if session.quick else PREFIXES:
         title = f"cascade, {batch} sequences share {shared:,} keys"
         yield title, partial(cascades, session, Prefix(batch, shared, own))
-
-
-def _tier_steps(name: str, session: Session) -> Iterator[gpu.Step]:
-    yield name, partial(TIERS[name], session)
 
 
 def decode(session: Session, batch: int, keys: int) -> list[Row]:

@@ -70,8 +70,7 @@ def blocks(n: int, density: float = DENSITY, device: torch.device | str = "cpu")
 
 def document_ends(n: int, num_documents: int) -> Tensor:
     """Boundaries from 0 to n of documents of unequal lengths, short and long ones mixed."""
-    weights = torch.linspace(0.5, 1.5, num_documents)[
-        torch.arange(num_documents) * 7 % num_documents
-    ]
+    order = torch.arange(num_documents) * 7 % num_documents
+    weights = torch.linspace(0.5, 1.5, num_documents)[order]
     ends = (weights.cumsum(0) / weights.sum() * n).round().long()
     return torch.cat([torch.zeros(1, dtype=torch.long), ends])

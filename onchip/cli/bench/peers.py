@@ -49,18 +49,6 @@ def backend(name: str, **options) -> Attend:
     return attend
 
 
-def fa2_window(window: int) -> Attend:
-    """FlashAttention-2 as torch has it, causal with a window, which SDPA has no name for."""
-    forward = torch.ops.aten._flash_attention_forward
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n, scale = q.shape[1], q.shape[-1] ** -0.5
-        sides = {"window_size_left": window - 1, "window_size_right": 0}
-        return forward(q, k, v, None, None, n, n, 0.0, True, False, scale=scale, **sides)[0]
-
-    return attend
-
-
 def fa3(**options) -> Attend:
     """FlashAttention-3's forward, from the package fa3-fwd or its own; ImportError where both are
     missing. In FP8 it takes descales, too.

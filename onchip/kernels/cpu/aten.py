@@ -337,9 +337,7 @@ def _float_mask(
     if rule.mask is None:  # the tiles of a band are equal except at its ends
         ((k0, k1),) = call.spans
         diagonal = call.q0 + rule.seqlen_k - rule.seqlen_q - k0
-        like = Visibility(
-            call.rows, diagonal + call.rows, rule.causal, rule.window_size, None, 0, 0
-        )
+        like = Visibility(call.rows, diagonal + call.rows, rule.causal, rule.window_size)
         return _band_mask(like, k1 - k0, dtype)
     tiles = [rule.tile(call.q0, call.q1, k0, k1, "cpu") for k0, k1 in call.spans]
     if all(t is None for t in tiles):

@@ -71,15 +71,8 @@ def _sequences(problem: Problem, x: Tensors) -> Iterator[HeadSlice]:
     for b in range(problem.batch):
         rows = slice(offsets_q[b], offsets_q[b + 1])
         keys = slice(offsets_k[b], offsets_k[b + 1])
-        rule = Visibility(
-            rows.stop - rows.start,
-            keys.stop - keys.start,
-            problem.causal,
-            problem.window_size,
-            None,
-            0,
-            0,
-        )
+        lengths = rows.stop - rows.start, keys.stop - keys.start
+        rule = Visibility(*lengths, problem.causal, problem.window_size)
         yield HeadSlice(ALL, rows, keys, ALL, ALL, b, 0, rule)
 
 

@@ -119,9 +119,8 @@ def probabilities(problem: Problem, x: Tensors, lse: Tensor, rows: list[int]) ->
         for i, row in enumerate(rows):
             at = TileBounds(row, row + 1, 0, problem.seqlen_k)
             s, _ = Scorer(problem, x, head_slice).scores(q[:, :, row : row + 1], k, at)
-            out[head_slice.batch, head_slice.heads, i] = torch.exp(
-                s - pivot[:, :, row, None, None]
-            )[:, :, 0]
+            p = torch.exp(s - pivot[:, :, row, None, None])
+            out[head_slice.batch, head_slice.heads, i] = p[:, :, 0]
     return out
 
 

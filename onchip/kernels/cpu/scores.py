@@ -37,9 +37,8 @@ class Scorer(NamedTuple):
         s = grouped_matmul(q, k.transpose(-1, -2)) * self.problem.softmax_scale
         s, softcap_grad = self.apply_softcap(s)
         if self.x.alibi_slopes is not None:
-            s = s - self.head_slice.take_slopes(self.x.alibi_slopes).to(s.dtype) * self._distance(
-                at, s
-            )
+            slopes = self.head_slice.take_slopes(self.x.alibi_slopes).to(s.dtype)
+            s = s - slopes * self._distance(at, s)
         if self.x.bias is not None:
             s = s + self._bias_tile(self.x.bias, at).to(s.dtype)
         visible = self.head_slice.visibility.tile(*at, s.device)

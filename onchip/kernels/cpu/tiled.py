@@ -59,9 +59,8 @@ def forward(problem: Problem, x: Tensors) -> Result:
             head_slice.take_queries(out)[:, q0:q1] = tile_out.transpose(1, 2)
             head_slice.take_rows(lse)[:, :, q0:q1] = tile_lse
             if weighted is not None:
-                head_slice.take_rows(stats.entropy)[:, :, q0:q1] = _entropy(
-                    state, weighted, tile_lse
-                )
+                entropy = _entropy(state, weighted, tile_lse)
+                head_slice.take_rows(stats.entropy)[:, :, q0:q1] = entropy
     return Result(out, lse, stats)
 
 
@@ -106,9 +105,8 @@ def backward(
     delta = row_delta(out, dout, dlse)
     safe_lse = lse.masked_fill(lse == -torch.inf, 0.0)  # such rows have s = -inf throughout: p = 0
     for head_slice in head_slices(problem, x):
-        _backward_head_slice(
-            Scorer(problem, x, head_slice), safe_lse, delta, dout, (dq, dk, dv, dbias)
-        )
+        scorer = Scorer(problem, x, head_slice)
+        _backward_head_slice(scorer, safe_lse, delta, dout, (dq, dk, dv, dbias))
     dsinks = None if x.sinks is None else sink_gradient(x.sinks, lse, delta)
     dq, dk, dv = (t.to(grad_dtype(problem)) for t in (dq, dk, dv))
     return Grads(dq, dk, dv, dbias, dsinks)
@@ -135,17 +133,13 @@ def _backward_head_slice(
             s, softcap_grad = scorer.scores(q[:, :, rows], k[:, :, keys], at)
             p = torch.exp(s - lse[:, :, rows])
             dp = grouped_matmul(dout[:, :, rows], v[:, :, keys].transpose(-1, -2))
-            dv[:, :, keys] += sum_over_groups(
-                scorer.apply_dropout(p, at), dout[:, :, rows], k.shape[1]
-            )
+            dropped = scorer.apply_dropout(p, at)
+            dv[:, :, keys] += sum_over_groups(dropped, dout[:, :, rows], k.shape[1])
             ds = p * (scorer.apply_dropout(dp, at) - delta[:, :, rows])
             if grads[3] is not None:
                 scorer.add_bias_gradient(grads[3], ds, at)
-            ds = (
-                ds * problem.softmax_scale
-                if softcap_grad is None
-                else ds * softcap_grad * problem.softmax_scale
-            )
+            ds = ds if softcap_grad is None else ds * softcap_grad
+            ds = ds * problem.softmax_scale
             dq[:, :, rows] += grouped_matmul(ds, k[:, :, keys])
             dk[:, :, keys] += sum_over_groups(ds, q[:, :, rows], k.shape[1])
 

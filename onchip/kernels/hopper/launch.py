@@ -48,7 +48,6 @@ _forward_kernel = CachedLauncher(forward_kernel)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
-    """Compute out and lse."""
     out, lse = empty_result(problem, x)
     if not out.numel() or not problem.batch:
         return Result(out, lse)
@@ -81,37 +80,19 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, rows_per_bat
     lists, list_strides = _mask_arguments(x.mask, strips, unused_ptr)
     _forward_kernel[(programs,)](
         *_descriptors(problem, x, plan),
-        gqa_descriptor(out, 64, plan.group, width_v) if staged else out,
-        lse,
+        gqa_descriptor(out, 64, plan.group, width_v) if staged else out, lse,
         unused_ptr if x.sinks is None else x.sinks,
         unused_ptr if x.cu_seqlens_q is None else x.cu_seqlens_q,
         unused_ptr if x.cu_seqlens_k is None else x.cu_seqlens_k,
-        counter(lse.device) if draws else unused_ptr.view(torch.int32),
-        *lists,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        x.q.shape[0],
-        x.k.shape[0],
-        problem.num_heads,
-        problem.group_size,
-        plan.left or 0,
-        plan.right or 0,
-        *list_strides,
-        problem.head_dim_v,
-        rows_per_batch,
-        plan.tiles_m,
-        plan.l2_group,
-        plan.num_tiles,
-        *softmax_scales(problem),
-        *_page_arguments(x, unused_ptr),
-        problem.batch,
-        **_variant(problem, plan),
-        HAS_SINKS=x.sinks is not None,
-        STAGED=staged,
-        MERGE=lse.dtype == torch.float64,
-        SECOND=second,
+        counter(lse.device) if draws else unused_ptr.view(torch.int32), *lists,
+        problem.seqlen_q, problem.seqlen_k, x.q.shape[0], x.k.shape[0],
+        problem.num_heads, problem.group_size, plan.left or 0, plan.right or 0, *list_strides,
+        problem.head_dim_v, rows_per_batch, plan.tiles_m, plan.l2_group, plan.num_tiles,
+        *softmax_scales(problem), *_page_arguments(x, unused_ptr), problem.batch,
+        **_variant(problem, plan), HAS_SINKS=x.sinks is not None, STAGED=staged,
+        MERGE=lse.dtype == torch.float64, SECOND=second,
         **_constants(plan.config, second or out.dtype != torch.float32),
-    )
+    )  # fmt: skip
 
 
 def _choose_config(
@@ -163,7 +144,6 @@ class _ForwardPlan(NamedTuple):
 
 
 def _tile_plan(problem: Problem, config: HopperConfig) -> _ForwardPlan:
-    """The plan of a call."""
     left, right = problem.window
     group = _heads_per_tile(problem, config, right is not None)
     tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
@@ -177,7 +157,6 @@ def _tile_plan(problem: Problem, config: HopperConfig) -> _ForwardPlan:
 
 
 def _descriptors(problem: Problem, x: Tensors, plan: _ForwardPlan) -> tuple:
-    """Descriptors of q, k and v."""
     width, width_v, tile_n = (
         hopper_width(problem.head_dim),
         hopper_width(problem.head_dim_v),
@@ -219,7 +198,6 @@ def _heads_per_tile(problem: Problem, config: HopperConfig, is_cut: bool) -> int
 
 
 def _keys(problem: Problem, t: Tensor, tile_n: int, width: int) -> Descriptor:
-    """The descriptor of k or v."""
     if problem.page_size:
         return paged_descriptor(t, min(problem.page_size, tile_n), width)
     return descriptor(t, tile_n, width)

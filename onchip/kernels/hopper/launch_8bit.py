@@ -28,7 +28,6 @@ _forward_8bit_kernel = CachedLauncher(forward_8bit_kernel)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
-    """Compute out and lse."""
     out, lse = empty_result(problem, x)
     if not out.numel() or not problem.batch:
         return Result(out, lse)
@@ -64,45 +63,21 @@ def launch_attention(problem: Problem, x: Tensors, operands: Any, out: Tensor, l
     _forward_8bit_kernel[(programs,)](
         matrix_descriptor(q.values, 64, width),
         matrix_descriptor(k.values, config.tile_n, width),
-        descriptor(x.v, config.tile_n, width_v)
-        if v is None
+        descriptor(x.v, config.tile_n, width_v) if v is None
         else matrix_descriptor(v.values, width_v, config.tile_n),
-        descriptor(out, 64, part) if staged else out,
-        lse,
-        lse if x.sinks is None else x.sinks,
-        q.scales,
-        pairs,
-        k.scales,
+        descriptor(out, 64, part) if staged else out, lse,
+        lse if x.sinks is None else x.sinks, q.scales, pairs, k.scales,
         lse if x.cu_seqlens_q is None else x.cu_seqlens_q,
         lse if x.cu_seqlens_k is None else x.cu_seqlens_k,
         counter(lse.device) if dynamic else lse.view(torch.int32),
-        problem.seqlen_q,
-        problem.seqlen_k,
-        x.q.shape[0],
-        x.k.shape[0],
-        problem.num_heads,
-        problem.group_size,
-        left or 0,
-        right or 0,
-        problem.head_dim_v,
-        problem.seqlen_q,
-        tiles_m,
-        _l2_group(problem, num_head_tiles),
-        num_tiles,
-        q.count,
-        k.count,
-        problem.batch,
-        softmax_scales(problem)[0],
-        WIDTH=part,
-        PACKED=problem.packed,
-        HAS_LEFT=left is not None,
-        HAS_RIGHT=right is not None,
-        HAS_SINKS=x.sinks is not None,
-        STAGED=staged,
-        PINGPONG=config.pingpong,
-        DYNAMIC=uneven or config.dynamic,
-        **tile_constants(config),
-    )
+        problem.seqlen_q, problem.seqlen_k, x.q.shape[0], x.k.shape[0],
+        problem.num_heads, problem.group_size, left or 0, right or 0,
+        problem.head_dim_v, problem.seqlen_q, tiles_m, _l2_group(problem, num_head_tiles),
+        num_tiles, q.count, k.count, problem.batch, softmax_scales(problem)[0],
+        WIDTH=part, PACKED=problem.packed, HAS_LEFT=left is not None, HAS_RIGHT=right is not None,
+        HAS_SINKS=x.sinks is not None, STAGED=staged, PINGPONG=config.pingpong,
+        DYNAMIC=uneven or config.dynamic, **tile_constants(config),
+    )  # fmt: skip
 
 
 def _l2_group(problem: Problem, num_head_tiles: int) -> int:

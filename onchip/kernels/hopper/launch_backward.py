@@ -56,7 +56,6 @@ _LENGTHS = ("num_heads", "seqlen_q", "total_q", "num_sequences", "num_tiles", "r
 def backward(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
-    """Compute all gradients."""
     if not (x.q.numel() and x.k.numel()):
         return _without_scores(problem, x, out, lse, dout, dlse)
     buffers = BackwardBuffers.of(problem, x)
@@ -271,22 +270,11 @@ def _prepare(
     out, lse, dout, dlse = saved
     dout = dout if dout.data_ptr() % 16 == 0 else dout.clone()
     _prepare_kernel[(buffers.num_programs,)](
-        out,
-        dout,
-        lse,
-        None if dlse is None else dlse.contiguous(),
-        delta,
-        buffers.rows,
-        buffers.dq,
-        buffers.counters,
-        x.cu_seqlens_q,
-        *buffers.lengths,
-        HEAD_DIM_V=out.shape[-1],
-        WIDTH=buffers.width,
-        TILE_M=buffers.tile_m,
-        enable_fp_fusion=True,
-        launch_pdl=True,
-    )
+        out, dout, lse, None if dlse is None else dlse.contiguous(), delta,
+        buffers.rows, buffers.dq, buffers.counters, x.cu_seqlens_q, *buffers.lengths,
+        HEAD_DIM_V=out.shape[-1], WIDTH=buffers.width, TILE_M=buffers.tile_m,
+        enable_fp_fusion=True, launch_pdl=True,
+    )  # fmt: skip
     return dout.to(problem.dtype)  # out may have a wider dtype
 
 
@@ -297,22 +285,13 @@ def _finish(
     dq: Tensor,
     add: bool = False,
 ) -> None:
-    """Launch finish_kernel."""
     parts = buffers.tile_m * buffers.width // PART.value
     _finish_kernel[(buffers.num_programs * parts,)](
-        buffers.dq,
-        dq,
-        cu_seqlens_q,
-        *buffers.lengths,
-        softmax_scale,
-        dq.stride(0) // dq.stride(1),
-        HEAD_DIM=dq.shape[-1],
-        WIDTH=buffers.width,
-        TILE_M=buffers.tile_m,
-        ADD=add,
-        enable_fp_fusion=True,
-        launch_pdl=True,
-    )
+        buffers.dq, dq, cu_seqlens_q, *buffers.lengths,
+        softmax_scale, dq.stride(0) // dq.stride(1),
+        HEAD_DIM=dq.shape[-1], WIDTH=buffers.width, TILE_M=buffers.tile_m, ADD=add,
+        enable_fp_fusion=True, launch_pdl=True,
+    )  # fmt: skip
 
 
 def _launch_backward(
@@ -324,7 +303,6 @@ def _launch_backward(
     dv: Tensor,
     add: bool = False,
 ) -> None:
-    """Launch backward_kernel."""
     config, width = hopper_backward_config(buffers.width), buffers.width
     tiles_n = -(-problem.seqlen_k // config.tile_n)
     heads = problem.batch * problem.num_kv_heads
@@ -335,28 +313,16 @@ def _launch_backward(
         problem, x, None if x.mask is None else x.mask.cols, buffers.counters
     )
     _backward_kernel[(min(num_tiles, num_sms(x.q.device)),)](
-        descriptor(x.q, config.tile_m, width),
-        descriptor(x.k, config.tile_n, width),
-        descriptor(x.v, config.tile_n, width),
-        descriptor(dout, config.tile_m, width),
+        descriptor(x.q, config.tile_m, width), descriptor(x.k, config.tile_n, width),
+        descriptor(x.v, config.tile_n, width), descriptor(dout, config.tile_m, width),
         vector_descriptor(buffers.rows, (2 * config.tile_m,)),
         vector_descriptor(accumulator.view(-1, 32), (128, 32)),
-        grad_descriptor(dk, width),
-        grad_descriptor(dv, width),
-        *arguments.positional,
-        tiles_n,
-        _l2_group(problem, heads, width),
-        num_tiles,
-        problem.batch,
-        scale,
-        inner,
-        problem.softmax_scale,
-        WIDTH=width,
-        DQ=buffers.dq is not None,
-        ADD=add,
-        **arguments.constants,
-        **_constants(config),
-    )
+        grad_descriptor(dk, width), grad_descriptor(dv, width), *arguments.positional,
+        tiles_n, _l2_group(problem, heads, width), num_tiles, problem.batch,
+        scale, inner, problem.softmax_scale,
+        WIDTH=width, DQ=buffers.dq is not None, ADD=add,
+        **arguments.constants, **_constants(config),
+    )  # fmt: skip
 
 
 @cache

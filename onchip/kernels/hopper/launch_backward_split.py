@@ -32,7 +32,6 @@ _CAN_KEEP_OWN_IN_REGISTERS = triton.__version__.startswith("3.6")
 
 
 def compute_dq(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor) -> Tensor:
-    """dq."""
     config = hopper_split_config(max(problem.head_dim, problem.head_dim_v))
     return _launch(
         problem, x, _SplitOperands(x.q, dout, x.k, x.v, x.q, False, False, config), rows, counter
@@ -40,7 +39,6 @@ def compute_dq(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter
 
 
 def compute_dk(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor) -> Tensor:
-    """dk."""
     config = hopper_split_config(max(problem.head_dim, problem.head_dim_v))
     return _launch(
         problem, x, _SplitOperands(x.k, x.v, x.q, dout, x.k, True, False, config), rows, counter
@@ -48,7 +46,6 @@ def compute_dk(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter
 
 
 def compute_dv(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor) -> Tensor:
-    """dv."""
     config = hopper_split_config(max(problem.head_dim, problem.head_dim_v))
     # Without a1, shared memory has space for two stages of b1.
     config = config._replace(own_in_registers=False, b1_stages=2)
@@ -75,7 +72,6 @@ class _SplitOperands(NamedTuple):
 def _launch(
     problem: Problem, x: Tensors, side: _SplitOperands, rows: Tensor, counter: Tensor
 ) -> Tensor:
-    """Launch the kernel."""
     out = side.of.new_empty(side.of.shape, dtype=grad_dtype(problem))
     width = hopper_width(max(problem.head_dim, problem.head_dim_v))
     tile = side.config.tile
@@ -89,27 +85,16 @@ def _launch(
     scale, inner = softmax_scales(problem)
     arguments = BackwardArguments.of(problem, x, lists, counter, side.keys)
     _backward_split_kernel[(min(num_tiles, num_sms(x.q.device)),)](
-        descriptor(side.a0, 64, width),
-        descriptor(side.a1, 64, width),
-        descriptor(side.b0, tile, width),
-        descriptor(side.b1, tile, width),
-        vector_descriptor(rows, (2 * tile,)),
-        rows,
-        grad_descriptor(out, width),
-        *arguments.positional,
+        descriptor(side.a0, 64, width), descriptor(side.a1, 64, width),
+        descriptor(side.b0, tile, width), descriptor(side.b1, tile, width),
+        vector_descriptor(rows, (2 * tile,)), rows,
+        grad_descriptor(out, width), *arguments.positional,
         tiles_m,
         l2_group_size(heads, other * _bytes_per_row(problem, width, side.keys), L2_BACKWARD),
-        num_tiles,
-        problem.batch,
-        scale,
-        inner,
-        1.0 if side.values else problem.softmax_scale,
-        WIDTH=width,
-        KEYS=side.keys,
-        VALUES=side.values,
-        **arguments.constants,
-        **_constants(side.config),
-    )
+        num_tiles, problem.batch, scale, inner, 1.0 if side.values else problem.softmax_scale,
+        WIDTH=width, KEYS=side.keys, VALUES=side.values,
+        **arguments.constants, **_constants(side.config),
+    )  # fmt: skip
     return out
 
 

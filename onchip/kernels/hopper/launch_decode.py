@@ -23,6 +23,7 @@ from onchip.kernels.tiles import (
     HOPPER_DECODE_KV8_STAGES,
     HOPPER_DECODE_STAGES,
     HOPPER_DECODE_STAGES_DENSE,
+    batch_bucket,
     hopper_decode_programs,
     hopper_width,
 )
@@ -35,7 +36,6 @@ _NONCE = 1 << 62 | secrets.randbits(62)
 
 
 def decode(problem: Problem, x: Tensors) -> Result:
-    """Compute out and lse."""
     out, lse = empty_result(problem, x)
     if not out.numel():
         return Result(out, lse)
@@ -53,46 +53,26 @@ def decode(problem: Problem, x: Tensors) -> Result:
     part = min(TILE_N.value, problem.page_size or TILE_N.value)
     scale, inner = softmax_scales(problem)
     _decode_kernel[(most * problem.num_kv_heads,)](
-        x.q,
-        descriptor(x.k, part, width),
-        descriptor(x.v, part, width),
+        x.q, descriptor(x.k, part, width), descriptor(x.v, part, width),
         unused_ptr if x.page_table is None else with_contiguous_rows(x.page_table),
         unused_ptr if x.cache_seqlens is None else x.cache_seqlens.contiguous(),
         unused_ptr if x.sinks is None else x.sinks,
         unused_ptr if x.k_scales is None else x.k_scales,
         unused_ptr if x.v_scales is None else x.v_scales,
-        out,
-        lse,
-        _scratch(problem, num_slots, width, lse),
+        out, lse, _scratch(problem, num_slots, width, lse),
         *(stride // ALIGN.value for stride in x.q.stride()[:3]),
         0 if x.page_table is None else x.page_table.stride(0),
-        *scale_strides(x.k_scales),
-        *scale_strides(x.v_scales),
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.batch,
-        x.k.shape[0],
-        problem.num_heads,
-        problem.head_dim // ALIGN.value,
-        left or 0,
-        right or 0,
-        most,
-        HOPPER_DECODE_KEYS // TILE_N.value,
-        num_slots,
-        _NONCE,
-        scale,
-        inner,
-        GROUP=problem.group_size,
-        PAGE_SIZE=problem.page_size,
-        HAS_LEFT=left is not None,
-        HAS_RIGHT=right is not None,
-        HAS_SINKS=x.sinks is not None,
-        FIRST=is_first,
-        SOFTCAP=problem.softcap != 0,
-        BATCH=_bucket(problem.batch) if problem.page_size else _bucket(1),
+        *scale_strides(x.k_scales), *scale_strides(x.v_scales),
+        problem.seqlen_q, problem.seqlen_k, problem.batch, x.k.shape[0],
+        problem.num_heads, problem.head_dim // ALIGN.value, left or 0, right or 0,
+        most, HOPPER_DECODE_KEYS // TILE_N.value, num_slots, _NONCE, scale, inner,
+        GROUP=problem.group_size, PAGE_SIZE=problem.page_size,
+        HAS_LEFT=left is not None, HAS_RIGHT=right is not None, HAS_SINKS=x.sinks is not None,
+        FIRST=is_first, SOFTCAP=problem.softcap != 0,
+        BATCH=batch_bucket(problem.batch if problem.page_size else 1),
         MOST=max(128, 1 << (most - 1).bit_length()),
         **_constants(width, x.page_table is not None, problem.page_dtype is not None),
-    )
+    )  # fmt: skip
     return Result(out, lse)
 
 
@@ -100,16 +80,6 @@ def _scratch(problem: Problem, num_slots: int, width: int, like: Tensor) -> Tens
     """For every slot: a fp32 state of each row, a flag of 8 bytes, an lse of each row."""
     rows = problem.seqlen_q * problem.group_size
     return like.new_empty(num_slots + num_slots * rows * (width + 1) // 2 + 1, dtype=torch.int64)
-
-
-def _bucket(batch: int) -> int:
-    """The number of sequences that a program counts, in few sizes, because each one is a
-    compilation.
-    """
-    size = 32
-    while size < batch:
-        size *= 8
-    return size
 
 
 @cache

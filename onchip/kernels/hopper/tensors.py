@@ -236,5 +236,4 @@ def fill_without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Result:
 
 
 def with_contiguous_rows(table: Tensor) -> Tensor:
-    """A page table with contiguous rows."""
     return table if table.stride(1) == 1 else table.contiguous()

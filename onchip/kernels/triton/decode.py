@@ -45,6 +45,7 @@ from onchip.kernels.tiles import (
     SPLIT_KEYS,
     TRITON_SHORT_KEYS,
     TritonConfig,
+    batch_bucket,
 )
 from onchip.kernels.triton.kv8 import (
     PageScales,
@@ -545,13 +546,8 @@ def _tree_mask(x: Tensors) -> Tensor | None:
 
 
 def _batch_bucket(problem: Problem) -> int:
-    """BATCH, the size of the loop over sequences; few sizes, because each compiles a kernel."""
-    if not problem.packed and not problem.page_size:
-        return 1  # all sequences have the same lengths: no loop
-    size = 32
-    while size < problem.batch:
-        size *= 8
-    return size
+    """BATCH, the size of the loop over sequences; 1: all have the same lengths, no loop."""
+    return batch_bucket(problem.batch) if problem.packed or problem.page_size else 1
 
 
 @lru_cache(maxsize=64)

@@ -49,7 +49,9 @@ class LaunchArgs(NamedTuple):
             make_contiguous(t) for t in (x.cu_seqlens_q, x.cu_seqlens_k, x.alibi_slopes)
         )
         bias = x.bias if x.bias is None or x.bias.stride(3) == 1 else x.bias.contiguous()
-        align, strides = _aligned((*_strides(q), *_strides(k), *_strides(v)), k.element_size())
+        align, strides = _aligned(
+            (*head_strides(q), *head_strides(k), *head_strides(v)), k.element_size()
+        )
         rows, cols, row_strides, col_strides = _mask(x)
         dims = _dims(problem, align)
         return cls(
@@ -106,7 +108,7 @@ def _as_kv8(t: Tensor, capability: tuple[int, int] | None) -> Tensor:
     return t if capability is not None and capability >= MIN_E4M3 else t.view(torch.int8)
 
 
-def _strides(t: Tensor) -> tuple[int, int, int]:
+def head_strides(t: Tensor) -> tuple[int, int, int]:
     """(batch, seqlen, heads); a packed tensor has one batch entry."""
     return t.stride()[:3] if t.dim() == 4 else (0, *t.stride()[:2])
 

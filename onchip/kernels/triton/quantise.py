@@ -32,7 +32,7 @@ from onchip.core.problem import Problem, Tensors
 from onchip.kernels.runtime.launcher import CachedLauncher
 from onchip.kernels.tiles import TRITON_ROTATE, TRITON_SUMS, TRITON_TRANSPOSE
 from onchip.kernels.triton.kv8 import compute_scale, quantise
-from onchip.kernels.triton.launch import launch_options, padded
+from onchip.kernels.triton.launch import head_strides, launch_options, padded
 from onchip.kernels.triton.tile import LOG2E, dot, load_clamped
 from onchip.quant import rotation
 from onchip.quant.recipes import RECIPES
@@ -355,7 +355,7 @@ def compute_key_means(k: Tensor, side: OperandSizes, rotation: RotationMatrix) -
     lengths = side.seqlen, side.total, side.heads, span, spans
     dims = {"PAD": pad, "TILE": TRITON_SUMS.tile_n} | launch_options(TRITON_SUMS)
     _sums_kernel[(spans * side.planes,)](
-        k, sums, side.cu_seqlens, *_strides(k), *lengths, DIM=k.shape[-1], **dims
+        k, sums, side.cu_seqlens, *head_strides(k), *lengths, DIM=k.shape[-1], **dims
     )
     _means_kernel[(side.planes,)](sums, means, side.cu_seqlens, *rotation, *lengths, **dims)
     return means
@@ -369,7 +369,7 @@ def rotate_operand(
     """Fill blocks with q and `shift`, or without a shift with k."""
     _rotate_kernel[(side.programs,)](
         t, blocks.values, blocks.scales, mean, mean if shift is None else shift, side.cu_seqlens,
-        *rotation, *_strides(t), side.seqlen, side.total, side.heads, group_size, side.tiles,
+        *rotation, *head_strides(t), side.seqlen, side.total, side.heads, group_size, side.tiles,
         side.strip, blocks.count,
         softmax_scale,
         KEYS=shift is None, PER_TOKEN=blocks.values.dtype == torch.int8, DIM=t.shape[-1],
@@ -384,13 +384,8 @@ def transpose_values(
     pad = padded_width(v.shape[-1])
     blocks = side.allocate(v, pad, scheme, scales)
     _values_kernel[(side.tiles * side.planes,)](
-        v, blocks.values, blocks.scales, side.cu_seqlens, *_strides(v), side.seqlen, side.total,
+        v, blocks.values, blocks.scales, side.cu_seqlens, *head_strides(v), side.seqlen, side.total,
         side.heads, side.tiles, blocks.count,
         DIM=v.shape[-1], PAD=pad, APART=scales.stride(0), **launch_options(TRITON_TRANSPOSE[pad]),
     )  # fmt: skip
     return blocks
-
-
-def _strides(t: Tensor) -> tuple[int, ...]:
-    """(batch, seqlen, heads); a packed tensor has one batch entry."""
-    return t.stride()[:3] if t.dim() == 4 else (0, *t.stride()[:2])

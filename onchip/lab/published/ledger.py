@@ -44,7 +44,26 @@ class TileVisit(NamedTuple):
         return float(m), float(l), acc.tolist()
 
 
-class Ledger:
+class ByteCounts:
+    """Bytes between HBM and the chip, by tensor."""
+
+    reads: Counter[str]
+    writes: Counter[str]
+
+    @property
+    def read_bytes(self) -> int:
+        return self.reads.total()
+
+    @property
+    def write_bytes(self) -> int:
+        return self.writes.total()
+
+    @property
+    def hbm_bytes(self) -> int:
+        return self.read_bytes + self.write_bytes
+
+
+class Ledger(ByteCounts):
     """Bytes by tensor, and operations: flops of matrix products (a multiply-add is two), exps, and
     other_ops, one for every number that another operation produces or reduces. Masking and dropout
     are selections and not counted; the bits of PARTIAL blocks are read, as `mask`. rescales: rows
@@ -78,18 +97,6 @@ class Ledger:
         self.writes: Counter[str] = Counter()
         self.flops = self.exps = self.other_ops = self.rescales = 0
         self.saved: dict[int, tuple[Tensor, ...]] = {}  # P of a forward in HBM, by lse's address
-
-    @property
-    def read_bytes(self) -> int:
-        return self.reads.total()
-
-    @property
-    def write_bytes(self) -> int:
-        return self.writes.total()
-
-    @property
-    def hbm_bytes(self) -> int:
-        return self.read_bytes + self.write_bytes
 
     def tiles_for(self, problem: Problem, rule: Callable[..., TileConfig]) -> TileConfig:
         """The given tiles, or those of a paper's rule(sram, head_dim, head_dim_v)."""

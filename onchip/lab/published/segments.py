@@ -4,8 +4,6 @@ decoding, pages, a shared prefix, a ring. The ledger shows their additional traf
 All functions take a Problem without a mask and its Tensors, and return out and lse.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -13,6 +11,7 @@ from onchip.core.backend import Result
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.cpu.head_slice import ALL, HeadSlice, head_slices
 from onchip.kernels.tiles import paper_v2_tiles
+from onchip.lab.visits import even_parts
 from onchip.masks.visibility import Visibility
 
 from .call import PaperCall, convert, results
@@ -135,12 +134,6 @@ def merge(parts: list[Part], whole: Part, rows: list[Span]) -> None:
             m, l, acc = m_new, l * alpha + w, acc * alpha + o_s * w
         out.store(acc.over(l), i)
         lse.store(m + l.log(), i)
-
-
-def even_parts(length: int, num: int) -> list[Span]:
-    """A range in `num` parts, as even as possible."""
-    bounds = [length * i // num for i in range(num + 1)]
-    return list(pairwise(bounds))
 
 
 def _segment(head_slice: HeadSlice, rows: Span, keys: Span) -> HeadSlice:

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 import onchip.testing as ot
+from benchmarks import footprint
+from benchmarks.footprint import HANDED_OVER, Footprint
 from onchip import masks
 from onchip.core import paged
 from onchip.core.device import DeviceInfo
 from onchip.core.problem import Options, Problem, SMPartition, Tensors
 from onchip.core.validation import describe
-from onchip.cost import footprint
-from onchip.cost.footprint import HANDED_OVER, Footprint
 from onchip.kernels import tiles
 from onchip.kernels.hopper import entry
 from onchip.kernels.tiles import hopper_width

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import onchip.testing as ot
+from benchmarks import footprint
 from onchip import masks
 from onchip.core import paged
 from onchip.core.device import DeviceInfo
 from onchip.core.problem import Options, Tensors
 from onchip.core.validation import describe
-from onchip.cost import footprint
 from onchip.kernels.tiles import TritonConfig
 from tests.kv8 import quantise_pages
 

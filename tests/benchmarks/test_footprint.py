@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from onchip.cost import footprint
-from onchip.cost.footprint import HANDED_OVER, Footprint
+from benchmarks import footprint
+from benchmarks.footprint import HANDED_OVER, Footprint
 from onchip.cost.hardware import A100, H200
 from onchip.kernels import tiles
 

@@ -1,5 +1,5 @@
-"""The rows of `onchip bench paged` about bytes that move or need not: prefixes found again,
-sequences swapped to host memory, keys and values streamed from it.
+"""`python -m benchmarks paged`: `onchip bench paged`, and the rows about bytes that move or need
+not: prefixes found again, sequences swapped to host memory, keys and values streamed from it.
 
 Copies are compared with a plain copy between pinned memory and the device in the same rounds; a
 ratio is our bytes a second over its. Nothing here is replayed from a graph: the host takes part.
@@ -7,14 +7,23 @@ ratio is our bytes a second over its. Nothing here is replayed from a graph: the
 
 import statistics
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import onchip
-from onchip.cli.bench import gpu
-from onchip.cli.bench.harness import Case, Inaccurate, Row, Session, hold
+from onchip.cli.bench import gpu, paged
+from onchip.cli.bench.harness import (
+    Case,
+    Inaccurate,
+    Row,
+    Session,
+    Threshold,
+    hold,
+    worst_cell,
+)
 from onchip.cli.bench.measure import peak_extra_bytes, seconds
 from onchip.fold import offload
 from onchip.kvcache import HostTier, KVCache, NoRoom, Sequence, SequenceGroup, Spec
@@ -28,7 +37,44 @@ LINK_BYTES = 1 << 28  # of one plain copy
 WORK = 2048  # rows and columns of the matrices that are multiplied meanwhile
 ROUNDS, QUICK_ROUNDS = 9, 3
 COPY = "pinned copy"
+COPIED, BESIDE, DEVICE_GB = 0.8, 1.25, 2.0
+TIERS = ("prefix", "swap", "offload")
+PARTS = (*paged.PARTS, *TIERS)  # of --only
 Job = Callable[[], object]
+
+
+def _named(*benches: str) -> Callable[[Row], bool]:
+    return lambda row: row["bench"] in benches and not row["doubts"]
+
+
+THRESHOLDS = (
+    *paged.THRESHOLDS,
+    worst_cell("swap of a plain copy", _named("swap out", "swap in"), COPIED),
+    Threshold("swap out beside computation", _named("swap beside"), at_most=BESIDE),
+    worst_cell("offload of a plain copy", _named("offload"), COPIED),
+    Threshold(
+        "offload, most on the device",
+        _named("offload"),
+        at_most=DEVICE_GB,
+        measure=lambda rows: max(row["device_gb"] for row in rows),
+        unit="GB",
+    ),
+)
+
+
+def run(session: Session) -> None:
+    """--only prefix needs no GPU."""
+    if set(session.only) == {"prefix"}:
+        session.run(steps(session))
+    else:
+        gpu.run(session, lambda: steps(session))
+
+
+def steps(session: Session) -> Iterator[gpu.Step]:
+    yield from paged.steps(session)
+    for name, measure in zip(TIERS, (prefix, swap, stream), strict=True):
+        if name in (session.only or (name,)):
+            yield name, partial(measure, session)
 
 
 def prefix(session: Session, num_tokens: int = PROMPT) -> list[Row]:
