@@ -37,7 +37,7 @@ OTHER_DEVICES = {n: d for n, d in DEVICES.items() if d.type != "cpu"} | {
     "mps": DeviceInfo("mps"),
     "xpu": DeviceInfo("xpu"),
 }
-OPTIONS = {
+SUPPORT_ROWS = {
     "causal": {"causal": True},
     "window": {"window_size": (255, 0)},
     "block mask": {"has_mask": True},
@@ -121,7 +121,7 @@ def _support_column(kernel: str) -> dict[str, str]:
     return {
         "forward": YES,
         "backward": YES if backend.has_backward else NO,
-        **{o: mark([refusal(base._replace(**x), home)]) for o, x in OPTIONS.items()},
+        **{o: mark([refusal(base._replace(**x), home)]) for o, x in SUPPORT_ROWS.items()},
         **{p: mark(refusal(plain[t], home) for t in ts) for p, ts in PRECISIONS.items()},
         "CPU": YES if there(DEVICES["CPU"]) else NO,
         "other torch devices": YES if len(others) == len(OTHER_DEVICES) else ", ".join(others),

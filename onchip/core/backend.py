@@ -205,6 +205,12 @@ class Backend(ABC):
         """
         return False
 
+    def describe_launch(self, problem: Problem, hardware: Any) -> str | None:
+        """The programs and tiles of `forward` on an onchip.cost Hardware, for `onchip.explain`;
+        None if this backend does not say.
+        """
+        return None
+
     def plan_splits(
         self,
         problem: Problem,

@@ -12,8 +12,8 @@ from onchip.core.torch_mode import PLAIN, is_eager
 
 class CachedCall(NamedTuple):
     """A Problem and the cache of its launches (kernels/runtime/replay.py). Calls with the same
-    options, and tensors of the same shapes, strides, dtypes and devices, share one CachedCall.
-    `cache` is None for calls that are not cached.
+    options, and tensors of the same shapes, strides, dtypes and devices that require gradients
+    alike, share one CachedCall. `cache` is None for calls that are not cached.
     """
 
     problem: Problem
@@ -50,7 +50,7 @@ def _signature(describe: Describe, x: Tensors, options: Options | Problem, lengt
     """The key of a call. It has the types of numbers, too: True == 1, but True is not a length."""
     numbers = lengths if isinstance(lengths, tuple) else (lengths,)
     key = [describe, options, lengths, *map(type, (*options, *options.window_size, *numbers))]
-    records = torch.is_grad_enabled()
+    records = torch.is_grad_enabled()  # validation refuses gradients to some tensors
     for t in x[:-1]:
         if t is None:
             key.append(None)

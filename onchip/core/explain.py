@@ -3,6 +3,7 @@ For calls with few queries: how their keys are split over programs. For paged ca
 are read, and how much time reading shared pages once would save.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from inspect import signature
 from itertools import accumulate
@@ -36,8 +37,15 @@ from onchip.masks.deferred import DeferredMask
 
 SCALARS = tuple(name for name in Options._fields if name != "sm_partition")  # which is internal
 _OPTIONS = {*signature(attention).parameters, *signature(paged_attention).parameters, "plan"}
-NOT_SCALARS = ("mask", "alibi_slopes", "bias", "sinks", "dropout_seed")  # of attention()
+# The tensors among the options of attention() and of paged_attention().
+TENSORS = tuple(n for n in signature(attention).parameters if n in Tensors._fields[3:])
+_PAGES = ("q", "page_table", "cache_seqlens", "cu_seqlens_q")
+PAGED_TENSORS = tuple(
+    n for n in signature(paged_attention).parameters if n in Tensors._fields and n not in _PAGES
+)
 NOT_PAGED = ("dropout_p", "precise_delta", "precision")
+# Options of a Problem that are in other lines of an explanation, or that no caller gives.
+_NOT_LISTED = {"packed", "has_mask", "page_size", "has_positions", "first_head", "wide_grads"}
 
 
 class PageReads(NamedTuple):
@@ -90,6 +98,7 @@ class Explanation(NamedTuple):
     sharing: PrefixSharing | None = None
     parts: tuple[ServedPart, ...] = ()  # of a mixed batch that is split
     mask: str = ""  # its expression, and how many of its blocks are FULL and PARTIAL
+    launch: str = ""  # programs and tiles of the forward, if the backend says
 
     @property
     def roofline(self) -> TimePrediction | None:
@@ -133,8 +142,10 @@ class Explanation(NamedTuple):
             f"  shape       {p.num_heads} heads over {p.num_kv_heads}, "
             f"head_dim {p.head_dim} / {p.head_dim_v}, {str(p.dtype).removeprefix('torch.')}"
             + (f", multiplied in {p.precision}" if p.precision else ""),
+            *_lines("options", _describe_options(p)),
             *(f"  {title:<11} {text}" for title, text in self._kernel_lines()),
-            *([f"  mask        {self.mask}"] if self.mask else []),
+            *_lines("launch", self.launch),
+            *_lines("mask", self.mask),
             f"  flops       {self.flops:.3e} forward{backward}, over {self._counted}",
             f"  min bytes   {human_bytes(self.min_bytes)}, "
             f"{self.flops / max(1, self.min_bytes):.0f} flops for each",
@@ -209,7 +220,7 @@ def explain(
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     lengths = (max_seqlen_q, max_seqlen_k) if is_packed else ()
     scalars = _scalars(options, return_lse=return_lse)
-    foreign = [name for name in options if name not in NOT_SCALARS]
+    foreign = [name for name in options if name not in TENSORS]
     if foreign:
         raise TypeError(f"attention() has no option {foreign[0]!r}")
     apart = {name: options.pop(name, None) for name in ("mask", "dropout_seed")}
@@ -225,6 +236,22 @@ def explain(
     dense = sum(p.all_flops for p in parts)
     flops = min(explanation.flops, round(x.mask.density() * dense))
     return explanation._replace(flops=flops, mask=_describe_mask(apart["mask"], x.mask))
+
+
+def _lines(title: str, text: str) -> list[str]:
+    return [f"  {title:<11} {text}"] if text else []
+
+
+def _describe_options(problem: Problem) -> str:
+    """The options of a call that differ from their defaults."""
+    texts = []
+    if not math.isclose(problem.softmax_scale, problem.head_dim**-0.5, rel_tol=1e-6):
+        texts.append(f"softmax_scale {problem.softmax_scale:g}")
+    for name in problem.used_options:
+        value = getattr(problem, name)
+        if name not in _NOT_LISTED:
+            texts.append(name.removeprefix("has_") if value is True else f"{name} {value}")
+    return ", ".join(texts)
 
 
 def _describe_mask(given: object, mask: BlockMask | DeferredMask) -> str:
@@ -247,15 +274,19 @@ def _explanation(
     target: Hardware | None,
 ) -> Explanation:
     device = target.as_device if target else device_info(x.q.device)
+    hardware = target or of_device(x.q.device)
+    chosen = plan(resolve_layout(problem, x), device, kernel)
+    launch = None if hardware is None else chosen.backend.describe_launch(problem, hardware)
     return Explanation(
         problem,
         device,
-        plan(resolve_layout(problem, x), device, kernel),
+        chosen,
         sum(p.flops for p in parts),
         min_bytes=sum(p.min_bytes for p in parts),
         scores_bytes=sum(4 * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k for p in parts),
         residual_bytes=sum(p.residual_bytes for p in parts),
-        hardware=target or of_device(x.q.device),
+        hardware=hardware,
+        launch=launch or "",
     )
 
 
@@ -308,8 +339,7 @@ def _explain_paged(
 
 
 def _prepare_paged(x: Tensors, max_seqlen_q: int | None, options: dict) -> tuple[Problem, Tensors]:
-    extras = ("alibi_slopes", "sinks", "tree_mask", "k_scales", "v_scales")
-    tensors = {n: options.pop(n) for n in extras if n in options}
+    tensors = {n: options.pop(n) for n in PAGED_TENSORS if n in options}
     unknown = [n for n in options if n in NOT_PAGED or n not in SCALARS]
     if unknown:
         raise TypeError(f"paged_attention() has no option {unknown[0]!r}")

@@ -75,12 +75,19 @@ class Options(NamedTuple):
     table of a call.
 
     `Problem` repeats these fields in this order. The schema, flattening, unflattening and fakes of
-    the torch op (torch_op.py) are generated from them, and `explain` takes them by name. To add a
-    scalar option: a field here, the same field in `Problem`, a check in `resolve_options`. To add a
-    tensor: a field in `Tensors`, a flag in `Problem` that `Problem.of` sets, a check in
-    `check_extras`. An option of single scores also goes into SCORE_OPTIONS. From then on every
-    backend refuses it. Then the public functions, the kernels that serve it and declare it
-    (`Backend.options`), the oracle in `testing`, and docs/options.md.
+    the torch op (torch_op.py) are generated from them, and `explain` takes and prints them by name.
+    To add an option:
+
+    1. A scalar: a field here, the same field in `Problem`, a check in `resolve_options`; a scalar
+       of single scores also goes into SCORE_OPTIONS. A tensor: a field in `Tensors`, a flag in
+       `Problem` that `Problem.of` sets, a check in `check_extras`. Now every backend refuses it.
+    2. The public functions: `attention`, `varlen_attention`, `paged_attention` (core/paged.py
+       collects its tensors by name) and `attention_weights`, as far as they take it.
+    3. The kernels that compute it, forward and backward, and declare it in `Backend.options`. The
+       CPU kernels read scores from kernels/cpu/scores.py; `tiled.backward` has the chain rule.
+    4. The score formula of docs/fold.md and the oracle in testing.py, with which tests compare.
+    5. docs/options.md, a row of benchmarks.tables.SUPPORT_ROWS, the option lists of
+       tests/core/test_torch_op.py, tests/core/test_contract.py and tests/random_problems.py.
     """
 
     out_dtype: torch.dtype | None = None  # None: q's

@@ -1,7 +1,7 @@
 """The torch ops behind the public functions: schema, fakes, autograd and vmap. The ops are private.
 
-    eager        attend -> run -> replayed (kernels/runtime/replay.py) -> _compute -> kernel
-    with grad    attend -> _EagerAttention -> run, run_backward
+    eager        attend -> run -> replay_or_run (kernels/runtime/replay.py) -> _compute -> kernel
+    with grad    attend -> _attend_with_grad -> _EagerAttention -> run, run_backward
     traced       attend -> onchip::attention -> _attention_autograd -> onchip::forward -> run
 
 The custom ops exist for torch.compile, export, torch.func and autograd tracing. An eager call skips

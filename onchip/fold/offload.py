@@ -125,7 +125,7 @@ def _check(
     q: Tensor, source: Offloaded, window_size: Window, sinks: Tensor | None, options: dict
 ) -> None:
     for name in sorted(set(options) - OPTIONS):
-        why = REFUSED.get(name, "it is not an option of attention")
+        why = REFUSED.get(name, f"it takes {', '.join(sorted(OPTIONS))}")
         raise UnsupportedError(f"offload does not take {name}: {why}")
     check_layout("q", q, 4, "(batch, seqlen_q, heads, head_dim)")
     if not isinstance(source, Offloaded):

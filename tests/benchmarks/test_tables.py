@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import tables
 from onchip.cli.bench.harness import Case, meta
-from onchip.core.dispatch import BUILT_IN
+from onchip.core.dispatch import BUILT_IN, get_backend
 
 
 def results(tmp_path, rows, schema=1):
@@ -76,6 +76,14 @@ def test_the_support_table_does_not_depend_on_the_machine(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert tables.support() == table
     assert all(f"`{kernel}`" in table.splitlines()[0] for kernel in BUILT_IN)
+
+
+def test_every_option_of_a_backend_has_a_row():
+    """Except those that change no score by themselves."""
+    inner = {"has_positions", "first_head", "wide_grads", "page_dtype", "has_tree_mask"}
+    rows = {name for fields in tables.SUPPORT_ROWS.values() for name in fields}
+    declared = set().union(*(get_backend(name).options for name in BUILT_IN))
+    assert declared - inner - {"deterministic"} == rows
 
 
 def test_the_command_says_which_pages_changed(tmp_path, monkeypatch, capsys):

@@ -226,6 +226,24 @@ def test_another_device():
         onchip.explain(q, q, q, on="H20")
 
 
+def test_options_and_launch_are_printed():
+    q = torch.empty(2, 4096, 16, 128, dtype=torch.bfloat16)
+    x = onchip.explain(q, q, q, causal=True, on="H200")
+    assert "options     causal\n" in str(x)
+    assert "launch      132 programs for 1024 tiles: 2 x 64 queries, 128 keys at a time" in str(x)
+    slopes = torch.ones(16)
+    x = onchip.explain(q, q, q, softcap=30.0, alibi_slopes=slopes, softmax_scale=0.5, on="A100")
+    assert "options     softmax_scale 0.5, softcap 30.0, alibi\n" in str(x)
+    assert (x.launch == "") == (find_spec("triton") is None)
+    assert "options" not in str(onchip.explain(q, q, q))
+
+
+def test_few_queries_have_splits_and_no_tiles():
+    q, k = (torch.empty(1, n, 16, 128, dtype=torch.bfloat16) for n in (1, 4096))
+    x = onchip.explain(q, k, k, on="H200")
+    assert x.launch == "" and x.splits is not None
+
+
 def test_pages_on_another_device():
     """Kernel, splits and levels are chosen for that device, wherever the tensors are."""
     empty = {"dtype": torch.bfloat16}

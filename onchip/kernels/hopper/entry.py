@@ -15,6 +15,7 @@ from onchip.core.backend import AccumulateFn, Backend, KeySplits, MergeFn, lacks
 from onchip.core.device import DeviceInfo
 from onchip.core.problem import LOW_PRECISIONS, Problem, Tensors
 from onchip.cost.hardware import Hardware, planned_for
+from onchip.kernels.hopper.tile_plan import describe_tiles
 from onchip.kernels.runtime.launcher import on_device
 from onchip.kernels.tiles import (
     DECODE_ROWS,
@@ -136,6 +137,12 @@ class HopperBackend(Backend):
         from onchip.kernels.hopper.launch import is_second
 
         return splits_keys(first) and not splits_keys(second) and is_second(second)
+
+    def describe_launch(self, problem: Problem, hardware: Hardware) -> str | None:
+        """None for the other kernels. The tiles of a mask depend on its strips."""
+        if splits_keys(problem) or problem.has_mask or problem.precision is not None:
+            return None
+        return describe_tiles(problem, hardware.processors)
 
     def plan_splits(
         self,

@@ -6,7 +6,6 @@ programs, which draw their next tile from a counter.
 """
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +14,11 @@ from onchip.core.backend import Result, empty_result
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.hopper.forward import forward_kernel
 from onchip.kernels.hopper.tensors import (
-    L2_FORWARD,
     Descriptor,
     batch_head_strides,
     descriptor,
     fill_without_keys,
     gqa_descriptor,
-    l2_group_size,
     mask_arguments,
     num_sms,
     page_stride,
@@ -30,11 +27,11 @@ from onchip.kernels.hopper.tensors import (
     tile_constants,
     with_contiguous_rows,
 )
+from onchip.kernels.hopper.tile_plan import TilePlan, plan_tiles
 from onchip.kernels.runtime.counters import counter
 from onchip.kernels.runtime.launcher import CachedLauncher
 from onchip.kernels.strips import MaskStrips, strips_of
 from onchip.kernels.tiles import (
-    HOPPER_FORWARD_SHORT,
     HOPPER_FORWARD_SPARSE,
     HOPPER_STRIPS,
     HopperConfig,
@@ -72,7 +69,7 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, rows_per_bat
     """
     config, strips = _choose_config(problem, x.mask)
     width_v = hopper_width(problem.head_dim_v)
-    plan = _tile_plan(problem, config)
+    plan = plan_tiles(problem, config)
     staged, second = hopper_stages_out(problem), is_second(problem)
     programs = plan.num_tiles if second else min(plan.num_tiles, num_sms(x.q.device))
     draws = plan.dynamic and plan.num_tiles > programs
@@ -125,38 +122,10 @@ def is_second(problem: Problem) -> bool:
     partition = problem.sm_partition
     if partition is None or not partition.second:
         return False
-    return _tile_plan(problem, hopper_forward_of(problem)).num_tiles <= partition.programs
+    return plan_tiles(problem, hopper_forward_of(problem)).num_tiles <= partition.programs
 
 
-class _ForwardPlan(NamedTuple):
-    """How a call is split into tiles: `group` heads share each tile; `dynamic`: programs draw tiles
-    one by one. left and right: the window, right = 0 if causal.
-    """
-
-    config: HopperConfig
-    left: int | None
-    right: int | None
-    group: int
-    tiles_m: int
-    l2_group: int
-    num_tiles: int
-    dynamic: bool
-
-
-def _tile_plan(problem: Problem, config: HopperConfig) -> _ForwardPlan:
-    left, right = problem.window
-    group = _heads_per_tile(problem, config, right is not None)
-    tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
-    num_head_tiles = problem.batch * problem.num_heads // group
-    uneven = right is not None or left is not None or problem.packed or problem.has_mask
-    dynamic = uneven or config.dynamic or problem.page_size > 0
-    l2_group = _l2_group(problem, num_head_tiles, group)
-    return _ForwardPlan(
-        config, left, right, group, tiles_m, l2_group, tiles_m * num_head_tiles, dynamic
-    )
-
-
-def _descriptors(problem: Problem, x: Tensors, plan: _ForwardPlan) -> tuple:
+def _descriptors(problem: Problem, x: Tensors, plan: TilePlan) -> tuple:
     width, width_v, tile_n = (
         hopper_width(problem.head_dim),
         hopper_width(problem.head_dim_v),
@@ -169,7 +138,7 @@ def _descriptors(problem: Problem, x: Tensors, plan: _ForwardPlan) -> tuple:
     )
 
 
-def _variant(problem: Problem, plan: _ForwardPlan) -> dict:
+def _variant(problem: Problem, plan: TilePlan) -> dict:
     """The compiled variant, apart from the row of the tile table."""
     return {
         "WIDTH": hopper_width(problem.head_dim_v),
@@ -182,19 +151,6 @@ def _variant(problem: Problem, plan: _ForwardPlan) -> dict:
         "PAGE_SIZE": problem.page_size,
         "GROUP": plan.group,
     }
-
-
-def _heads_per_tile(problem: Problem, config: HopperConfig, is_cut: bool) -> int:
-    """How many heads share a tile, and with it the keys they read: all heads of a group, over pages
-    and where one tile holds all their queries.
-    """
-    group = problem.group_size
-    if problem.has_mask or 64 % group:
-        return 1
-    dim = max(hopper_width(problem.head_dim), hopper_width(problem.head_dim_v))
-    varied = is_cut and dim in HOPPER_FORWARD_SHORT  # one variant less to compile
-    few = problem.seqlen_q * group <= 64 * config.consumers and not varied
-    return group if few or problem.page_size else 1
 
 
 def _keys(problem: Problem, t: Tensor, tile_n: int, width: int) -> Descriptor:
@@ -228,9 +184,3 @@ def _constants(config: HopperConfig, early: bool) -> dict:
         "RESCALE_UNDER_QK": config.rescale_under_qk,
         "DELAY_PV_WAIT": config.delay_pv_wait,
     }
-
-
-def _l2_group(problem: Problem, num_head_tiles: int, group: int) -> int:
-    """Heads computed together: see l2_group_size."""
-    per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    return l2_group_size(num_head_tiles, per_head * group // problem.group_size, L2_FORWARD)

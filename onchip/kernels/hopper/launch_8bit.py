@@ -9,15 +9,14 @@ from onchip.core.backend import Result, empty_result
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.hopper.forward_8bit import forward_8bit_kernel
 from onchip.kernels.hopper.tensors import (
-    L2_FORWARD,
     descriptor,
     fill_without_keys,
-    l2_group_size,
     matrix_descriptor,
     num_sms,
     softmax_scales,
     tile_constants,
 )
+from onchip.kernels.hopper.tile_plan import L2_FORWARD, l2_group_size
 from onchip.kernels.runtime.counters import counter
 from onchip.kernels.runtime.launcher import CachedLauncher
 from onchip.kernels.tiles import hopper_quantised_config, hopper_width
@@ -81,6 +80,6 @@ def launch_attention(problem: Problem, x: Tensors, operands: Any, out: Tensor, l
 
 
 def _l2_group(problem: Problem, num_head_tiles: int) -> int:
-    """Heads computed together: see tensors.l2_group_size."""
+    """Heads computed together: see l2_group_size."""
     per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     return l2_group_size(num_head_tiles, per_head // problem.group_size, L2_FORWARD)

@@ -28,16 +28,15 @@ from onchip.core.problem import Problem, Tensors
 from onchip.kernels.hopper.backward import backward_kernel
 from onchip.kernels.hopper.launch_backward_split import compute_dk, compute_dq, compute_dv
 from onchip.kernels.hopper.tensors import (
-    L2_BACKWARD,
     BackwardArguments,
     descriptor,
     grad_descriptor,
-    l2_group_size,
     num_sms,
     softmax_scales,
     vector_descriptor,
     warp_constants,
 )
+from onchip.kernels.hopper.tile_plan import L2_BACKWARD, l2_group_size
 from onchip.kernels.runtime.counters import counter
 from onchip.kernels.runtime.launcher import CachedLauncher, on_device
 from onchip.kernels.tiles import (

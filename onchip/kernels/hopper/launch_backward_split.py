@@ -12,16 +12,15 @@ from onchip.core.backend import grad_dtype
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.hopper.backward_split import backward_split_kernel
 from onchip.kernels.hopper.tensors import (
-    L2_BACKWARD,
     BackwardArguments,
     descriptor,
     grad_descriptor,
-    l2_group_size,
     num_sms,
     softmax_scales,
     vector_descriptor,
     warp_constants,
 )
+from onchip.kernels.hopper.tile_plan import L2_BACKWARD, l2_group_size
 from onchip.kernels.runtime.launcher import CachedLauncher
 from onchip.kernels.tiles import HopperSplitConfig, hopper_split_config, hopper_width
 

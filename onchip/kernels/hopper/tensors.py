@@ -3,7 +3,7 @@ of heads that share the L2.
 """
 
 import math
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -25,10 +25,6 @@ _GL_DTYPE = {
 }
 _FAR = 1 << 30  # as in seqlen.SeqlenInfo.coord
 _MOST = 0x7FFF0000  # above every coordinate
-# Bytes of the L2 for heads that are computed together. The L2 has 50 MB, but each half of the SMs
-# has its own half. With 32 MB causal forwards read 10 to 30 % more from HBM (ncu, H200,
-# 2026-11-15), in the same time. Backwards were timed with 32 MB, and not with less.
-L2_FORWARD, L2_BACKWARD = 16 << 20, 32 << 20
 
 
 def mask_arguments(
@@ -214,19 +210,6 @@ def vector_descriptor(t: Tensor, block: tuple[int, ...]) -> Descriptor:
 @cache
 def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def l2_group_size(num_head_tiles: int, head_bytes: int, l2_bytes: int) -> int:
-    """The number of heads computed together, so that what they stream stays in the L2: a divisor of
-    num_head_tiles.
-    """
-    return _divisor(num_head_tiles, max(1, l2_bytes // max(1, head_bytes)))
-
-
-@lru_cache(maxsize=1024)
-def _divisor(n: int, limit: int) -> int:
-    """The largest divisor of n that is at most limit."""
-    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
 
 
 def fill_without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Result:

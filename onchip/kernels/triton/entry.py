@@ -64,6 +64,14 @@ class TritonBackend(Backend):
         with on_device(x.q):
             return backward(problem, x, out, lse, dout, dlse)
 
+    def describe_launch(self, problem: Problem, hardware: Hardware) -> str | None:
+        """None where the keys are split, which has lines of its own."""
+        if find_spec("triton") is None:
+            return None
+        from onchip.kernels.triton.forward import describe_tiles
+
+        return describe_tiles(problem, hardware.capability)
+
     def plan_splits(
         self,
         problem: Problem,

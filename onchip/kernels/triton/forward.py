@@ -28,7 +28,13 @@ from onchip.core.backend import Result, Stats, empty_result
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.runtime.launcher import CachedLauncher
 from onchip.kernels.triton import decode
-from onchip.kernels.triton.launch import LENGTHS, LaunchArgs, launch_options, make_contiguous
+from onchip.kernels.triton.launch import (
+    LENGTHS,
+    LaunchArgs,
+    forward_config,
+    launch_options,
+    make_contiguous,
+)
 from onchip.kernels.triton.tile import (
     LN2,
     LOG2E,
@@ -148,6 +154,16 @@ def forward_kernel(
 
 
 _forward_kernel = CachedLauncher(forward_kernel)
+
+
+def describe_tiles(problem: Problem, capability: tuple[int, int] | None) -> str | None:
+    """The launch of a forward that does not split its keys, for `explain`."""
+    if decode.serves(problem):
+        return None
+    config = forward_config(problem, capability)
+    programs = triton.cdiv(problem.seqlen_q, config.tile_m) * problem.num_heads * problem.batch
+    tile = f"{config.tile_m} queries, {config.tile_n} keys at a time in {config.num_stages} stages"
+    return f"{programs} programs of {config.num_warps} warps: {tile}"
 
 
 def forward(problem: Problem, x: Tensors) -> Result:

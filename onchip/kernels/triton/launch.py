@@ -190,6 +190,11 @@ def _tile_use(problem: Problem, dims: tuple, capability: tuple[int, int] | None)
     return TritonUse(max(pad_dim, pad_dim_v), itemsize, capability, problem.has_mask, modified)
 
 
+def forward_config(problem: Problem, capability: tuple[int, int] | None) -> TritonConfig:
+    """The tile of a forward that does not split its keys."""
+    return triton_config("forward", _tile_use(problem, _dims(problem, ALIGN), capability))
+
+
 def padded(dim: int) -> int:
     """head_dim as tiles pad it: a power of two, at least the 16 of a tensor core."""
     return max(16, 1 << (dim - 1).bit_length())

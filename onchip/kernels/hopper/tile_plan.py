@@ -1,0 +1,94 @@
+"""How a call is split into tiles on Hopper: numbers alone, which `explain` prints on any machine.
+
+Worked shape: batch 2, 16 heads, 4,096 tokens, head_dim 128, causal: 32 tiles of 128 queries for
+each head, so num_tiles = 1,024. K and V of a head are 2 MB, so 8 heads are computed together.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from onchip.core.problem import Problem
+from onchip.kernels.tiles import (
+    HOPPER_FORWARD_SHORT,
+    HopperConfig,
+    hopper_forward_of,
+    hopper_width,
+)
+
+# Bytes of the L2 for heads that are computed together. The L2 has 50 MB, but each half of the SMs
+# has its own half. With 32 MB causal forwards read 10 to 30 % more from HBM (ncu, H200,
+# 2026-11-15), in the same time. Backwards were timed with 32 MB, and not with less.
+L2_FORWARD, L2_BACKWARD = 16 << 20, 32 << 20
+
+
+class TilePlan(NamedTuple):
+    """How a call is split into tiles: `group` heads share each tile; `dynamic`: programs draw tiles
+    one by one. left and right: the window, right = 0 if causal.
+    """
+
+    config: HopperConfig
+    left: int | None
+    right: int | None
+    group: int
+    tiles_m: int
+    l2_group: int
+    num_tiles: int
+    dynamic: bool
+
+
+def plan_tiles(problem: Problem, config: HopperConfig) -> TilePlan:
+    left, right = problem.window
+    group = _heads_per_tile(problem, config, right is not None)
+    tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
+    num_head_tiles = problem.batch * problem.num_heads // group
+    uneven = right is not None or left is not None or problem.packed or problem.has_mask
+    dynamic = uneven or config.dynamic or problem.page_size > 0
+    l2_group = _l2_group(problem, num_head_tiles, group)
+    return TilePlan(
+        config, left, right, group, tiles_m, l2_group, tiles_m * num_head_tiles, dynamic
+    )
+
+
+def describe_tiles(problem: Problem, processors: int) -> str:
+    """The launch of a forward without a mask, for `explain`."""
+    config = hopper_forward_of(problem)
+    plan = plan_tiles(problem, config)
+    heads = f" of {plan.group} heads" if plan.group > 1 else ""
+    return (
+        f"{min(plan.num_tiles, processors)} programs for {plan.num_tiles} tiles:"
+        f" {config.consumers} x 64 queries{heads}, {config.tile_n} keys at a time in"
+        f" {config.num_stages} stages; registers: {config.consumer_regs} of a consumer,"
+        f" {config.producer_regs} of the producer"
+    )
+
+
+def _heads_per_tile(problem: Problem, config: HopperConfig, is_cut: bool) -> int:
+    """How many heads share a tile, and with it the keys they read: all heads of a group, over pages
+    and where one tile holds all their queries.
+    """
+    group = problem.group_size
+    if problem.has_mask or 64 % group:
+        return 1
+    dim = max(hopper_width(problem.head_dim), hopper_width(problem.head_dim_v))
+    varied = is_cut and dim in HOPPER_FORWARD_SHORT  # one variant less to compile
+    few = problem.seqlen_q * group <= 64 * config.consumers and not varied
+    return group if few or problem.page_size else 1
+
+
+def _l2_group(problem: Problem, num_head_tiles: int, group: int) -> int:
+    """Heads computed together: see l2_group_size."""
+    per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    return l2_group_size(num_head_tiles, per_head * group // problem.group_size, L2_FORWARD)
+
+
+def l2_group_size(num_head_tiles: int, head_bytes: int, l2_bytes: int) -> int:
+    """The number of heads computed together, so that what they stream stays in the L2: a divisor of
+    num_head_tiles.
+    """
+    return _divisor(num_head_tiles, max(1, l2_bytes // max(1, head_bytes)))
+
+
+@lru_cache(maxsize=1024)
+def _divisor(n: int, limit: int) -> int:
+    """The largest divisor of n that is at most limit."""
+    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
