@@ -3,9 +3,7 @@
     python examples/fork.py
 
 A tiny decoder with random weights continues one prompt four times, by forks of a sequence. Printed
-are the page tables before and after a write; the colour of a page is its number of holders.
-
-It needs the packages of the command line: `pip install '.[cli]'`.
+are the page tables before and after a write, coloured by holders with rich (`.[cli]`).
 """
 
 from collections.abc import Callable
