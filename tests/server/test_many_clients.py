@@ -14,7 +14,8 @@ from onchip.engine.tokenizer import ByteTokenizer
 from onchip.models import ModelConfig, random_model, save
 
 CLIENTS = 1000
-TOKENS = 24  # enough that all are open before the first is done
+BATCH = 128  # requests that the engine computes together
+TOKENS = 24
 MODEL = {  # small: the temporary memory of a step is negligible
     "model_type": "llama",
     "vocab_size": ByteTokenizer.VOCAB_SIZE,
@@ -37,7 +38,7 @@ def crowd_server(tmp_path):
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     save(random_model(ModelConfig.from_hf(MODEL)), tmp_path)
     ByteTokenizer().save(tmp_path)
-    command = [sys.executable, "-m", "onchip", "serve", "--port", "0", "--max-num-seqs", "128"]
+    command = [sys.executable, "-m", "onchip", "serve", "--port", "0", "--max-num-seqs", str(BATCH)]
     command += ["--model", str(tmp_path), "--pages", "2049"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
@@ -73,7 +74,7 @@ def test_a_thousand_open_connections_are_all_answered_in_turn(crowd_server, ask)
         return outcomes, max(open_requests)
 
     outcomes, most = asyncio.run(scene(0))
-    assert most > 0.9 * CLIENTS
+    assert most > CLIENTS - 2 * BATCH  # the first batches may be done before the last clients come
     assert [o for o in outcomes if not o.ok] == []
     assert all(o.num_tokens == TOKENS for o in outcomes)
     spans = sorted(o.last_s - o.first_s for o in outcomes)
