@@ -33,6 +33,8 @@ _MIN_KEYS = 8  # with fewer, a model that computes with its mask might take two 
 _CELLS_PER_STEP = 1 << 24  # of an unknown mask_function
 # Models that compute with their masks before attention; they get the masks of eager attention.
 _ADDITIVE = frozenset({"deepseek_v4", "doge"})
+# The same with the bool masks of SDPA.
+_BOOL = frozenset({"nemotron_asr_streaming_encoder"})
 
 
 def register(name: str = NAME, *, precise_delta: bool = False) -> None:
@@ -92,8 +94,11 @@ def mask(
     arguments = kwargs | {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
     arguments |= {"kv_offset": kv_offset, "mask_function": mask_function}
     arguments |= {"attention_mask": attention_mask}
-    if getattr(kwargs.get("config"), "model_type", None) in _ADDITIVE:
+    model_type = getattr(kwargs.get("config"), "model_type", None)
+    if model_type in _ADDITIVE:
         return _additive(_cells(arguments), kwargs.get("dtype", torch.float32))
+    if model_type in _BOOL:
+        return _cells(arguments)
     if q_length == 1 or kv_length < _MIN_KEYS:
         return _additive(_sdpa_mask(arguments), kwargs.get("dtype", torch.float32))
     if torch.compiler.is_compiling():
@@ -387,6 +392,8 @@ def attend(
         )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    batch = max(query.shape[0], key.shape[0])  # Q-Former has one row of queries for all, as in SDPA
+    query, key, value = (_with_batch(t, batch) for t in (query, key, value))
     packing = _PackedRow.pop_from(kwargs)
     if packing is None and is_causal:
         packing = _packed_by_positions(kwargs.get("position_ids"), attention_mask, query, key)
@@ -399,6 +406,10 @@ def attend(
     if attention_mask is None:
         return call.without_mask(is_causal).run(), None
     return call.with_mask(attention_mask).run(), None
+
+
+def _with_batch(t: Tensor, batch: int) -> Tensor:
+    return t.expand(batch, -1, -1, -1) if t.shape[0] == 1 != batch else t
 
 
 _rows_by_positions: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -727,3 +727,27 @@ class TestGpu:
         loss = compiled(words.cuda(), attention_mask=seen, labels=words.cuda()).loss
         loss.backward()
         assert all(weight.grad.isfinite().all() for weight in one.parameters())
+
+
+def test_one_row_of_queries_for_a_batch_of_keys():
+    """Q-Former's learned queries: SDPA broadcasts them."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 5, 16), *torch.randn(2, 3, 4, 7, 16)
+    module = torch.nn.Module()
+    out, _ = adapter.attend(module, q, k, v, None, is_causal=False)
+    expected = torch.nn.functional.scaled_dot_product_attention(q.expand(3, -1, -1, -1), k, v)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_a_model_that_computes_with_bool_masks_gets_them():
+    from transformers.masking_utils import bidirectional_mask_function
+
+    class Config:
+        model_type = "nemotron_asr_streaming_encoder"
+
+    seen = torch.ones(2, 12, dtype=torch.bool)
+    seen[1, 9:] = False
+    arguments = {"q_length": 12, "kv_length": 12, "attention_mask": seen, "batch_size": 2}
+    arguments |= {"mask_function": bidirectional_mask_function, "device": torch.device("cpu")}
+    made = adapter.mask(**arguments, config=Config())
+    assert made.dtype == torch.bool and torch.equal(made[:, 0, 0], seen)

@@ -10,6 +10,10 @@ default implementation. Conditions about the package flash_attn, a GPU or limits
 dropped. Nothing else changes: tolerances, inputs, models, retries of flaky tests, and all other
 reasons to skip are upstream's.
 
+A test that also fails with --baseline, SDPA under onchip's names, fails for a reason outside of
+onchip: a bound that is too tight for random inputs, or a test of another version. With a JSON file,
+--baseline runs the tests that failed in it.
+
 On the CPU most calls run torch's own kernel: such a run tests masks, layouts and options. A run
 with --kernel tiled tests onchip's arithmetic.
 
@@ -147,11 +151,13 @@ def _lift_limits(model):
         _lift_limits(kind)
 
 
-def _register(calls):
+def _register(calls, baseline=False):
     """Register onchip under the new names, and as the default instead of SDPA. `calls` counts the
-    calls of onchip and of SDPA, and the models that refuse onchip and keep SDPA.
+    calls of onchip and of SDPA, and the models that refuse onchip and keep SDPA. baseline: SDPA
+    runs under the new names.
     """
     from transformers import AttentionInterface, PreTrainedModel
+    from transformers.masking_utils import AttentionMaskInterface
 
     from onchip.integrations import transformers as adapter
 
@@ -162,11 +168,15 @@ def _register(calls):
             requested = None if refuses else NAMES["sdpa"]
         return choose(self, requested, *args, **kwargs)
 
+    sdpa = AttentionInterface()["sdpa"]
     adapter.attend = _count_calls(calls, "onchip", adapter.attend)
     for name in NAMES.values():
-        adapter.register(name)
+        if baseline:
+            AttentionInterface.register(name, _count_calls(calls, "onchip", sdpa))
+            AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
+        else:
+            adapter.register(name)
     choose = PreTrainedModel.get_correct_attn_implementation
-    sdpa = AttentionInterface()["sdpa"]
     AttentionInterface.register("sdpa", _count_calls(calls, "sdpa", sdpa))
     PreTrainedModel.get_correct_attn_implementation = default_to_onchip
 
@@ -216,8 +226,8 @@ def _is_documented(sentence, test):
 class Upstream:
     """The pytest plugin: selects tests, and checks that each called onchip's attention."""
 
-    def __init__(self, file=None):
-        self.file = file  # JSON
+    def __init__(self, file=None, baseline=False):
+        self.file, self.baseline = file, baseline  # file: JSON
         self.calls, self.skipped = Counter(), Counter()
         self.outcomes = {}  # by family and test
 
@@ -230,6 +240,9 @@ class Upstream:
             if reason is not None:
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=always))
         kept = [item for item in items if _matches(TESTS + TESTS_OF_NAMES, item.name)]
+        if self.baseline and self.file is not None:
+            failed = {name: result["failed"] for name, result in _read(self.file).items()}
+            kept = [item for item in kept if _test(item) in failed.get(_family(item), ())]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
 
@@ -282,16 +295,35 @@ class Upstream:
         tests[test] = "refused" if refused else report.outcome
 
     def write(self, file):
-        """Add the outcomes of this run to a JSON file: counts, and the tests that fail."""
-        known = json.loads(file.read_text()) if file.exists() else {}
+        """Add the outcomes of this run to a JSON file: counts, and the tests that fail. A baseline
+        sets the failed tests apart that fail with SDPA, too.
+        """
+        known = _read(file)
         for family, tests in self.outcomes.items():
             failed = sorted(test for test, outcome in tests.items() if outcome == "failed")
-            known[family] = {**Counter(tests.values()), "failed": failed}
+            if self.baseline:
+                result = known[family]
+                result["failed"] = sorted(set(result["failed"]) - set(failed))
+                result["failed_with_sdpa"] = sorted({*result.get("failed_with_sdpa", ()), *failed})
+            else:
+                known[family] = {**Counter(tests.values()), "failed": failed}
         file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
     def pytest_terminal_summary(self, terminalreporter):
         for reason, count in sorted(self.skipped.items()):
             terminalreporter.write_line(f"skipped {count:4} x {reason}")
+
+
+def _read(file):
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _family(item):
+    return item.path.parent.name
+
+
+def _test(item):
+    return item.nodeid.partition("::")[2]
 
 
 def _families(checkout):
@@ -317,21 +349,23 @@ def main():
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--kernel", help="the kernel of all calls")
     parser.add_argument("--json", type=Path, help="a file that outcomes by family are added to")
+    parser.add_argument("--baseline", action="store_true", help="SDPA in the place of onchip")
     parser.add_argument("--resume", action="store_true", help="skip families that the file has")
     args, rest = parser.parse_known_args()
     checkout = args.checkout.resolve()
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.path.pop(0)  # the folder of this file, its flash_attn is not the package
     sys.path.insert(0, str(checkout))
-    plugin = Upstream(args.json)
+    plugin = Upstream(args.json, args.baseline)
     _drop_conditions()
     _use_kernel(args.kernel)
-    _register(plugin.calls)
+    _register(plugin.calls, args.baseline)
     sys.meta_path.insert(0, _Finder(checkout))
     models = _families(checkout) if args.models == "all" else args.models.split(",")
-    if args.resume and args.json.exists():
-        known = json.loads(args.json.read_text())
-        models = [model for model in models if model not in known]
+    if args.resume:
+        models = [model for model in models if model not in _read(args.json)]
+    if args.baseline and args.json is not None:
+        models = [name for name, result in _read(args.json).items() if result["failed"]]
     selection = [*_files(checkout, models), f"--rootdir={checkout}", "-c", os.devnull]
     plain = ["-q", "--noconftest", "--assert=plain", "-p", "no:cacheprovider", "-W", "ignore"]
     return pytest.main([*selection, *plain, *rest], [plugin])
