@@ -88,7 +88,7 @@ class Explanation(NamedTuple):
     problem: Problem
     device: DeviceInfo
     plan: Plan  # of the whole call, also if it is split into parts
-    flops: int  # forward, over visible cells; those of a mask in whole blocks (`_counted`)
+    flops: int  # forward, over visible cells; with a mask over whole blocks (`_counted`)
     min_bytes: int  # each input read once, each output written once
     scores_bytes: int  # memory of the score matrix in standard attention
     residual_bytes: int = 0  # rounding error of out that precise_delta saves for the backward
@@ -133,32 +133,33 @@ class Explanation(NamedTuple):
         return min(1.0, self.flops / max(1, self.problem.flops))
 
     def __str__(self) -> str:
+        """A headline, then a line for every entry of `_lines` that has a text."""
         p = self.problem
         where = self.device.name or self.device.type
         keys = f"up to {p.seqlen_k} keys in pages" if self.pages else f"{p.seqlen_k} keys"
-        backward = "" if self.pages else f", {backward_ratio(p) * self.flops:.3e} backward"
-        lines = [
-            f"attention of {p.batch} x {p.seqlen_q} queries over {keys} on {where}",
-            f"  shape       {p.num_heads} heads over {p.num_kv_heads}, "
-            f"head_dim {p.head_dim} / {p.head_dim_v}, {str(p.dtype).removeprefix('torch.')}"
-            + (f", multiplied in {p.precision}" if p.precision else ""),
-            *_lines("options", _describe_options(p)),
-            *(f"  {title:<11} {text}" for title, text in self._kernel_lines()),
-            *_lines("launch", self.launch),
-            *_lines("mask", self.mask),
-            f"  flops       {self.flops:.3e} forward{backward}, over {self._counted}",
-            f"  min bytes   {human_bytes(self.min_bytes)}, "
-            f"{self.flops / max(1, self.min_bytes):.0f} flops for each",
-            f"  not stored  {human_bytes(self.scores_bytes)} of scores",
-            *self._residual_lines(),
-            *(f"  {title:<11} {text}" for title, text in self._paged_lines()),
-        ]
-        return "\n".join(lines)
+        headline = f"attention of {p.batch} x {p.seqlen_q} queries over {keys} on {where}"
+        lines = (f"  {title:<11} {text}" for title, text in self._lines() if text)
+        return "\n".join([headline, *lines])
 
-    def _residual_lines(self) -> Iterator[str]:
-        if self.problem.precise_delta:
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        p = self.problem
+        dtype = str(p.dtype).removeprefix("torch.")
+        precision = f", multiplied in {p.precision}" if p.precision else ""
+        heads = f"{p.num_heads} heads over {p.num_kv_heads}"
+        yield "shape", f"{heads}, head_dim {p.head_dim} / {p.head_dim_v}, {dtype}{precision}"
+        yield "options", _describe_options(p)
+        yield from self._kernel_lines()
+        yield "launch", self.launch
+        yield "mask", self.mask
+        backward = "" if self.pages else f", {backward_ratio(p) * self.flops:.3e} backward"
+        yield "flops", f"{self.flops:.3e} forward{backward}, over {self._counted}"
+        intensity = f"{self.flops / max(1, self.min_bytes):.0f} flops for each"
+        yield "min bytes", f"{human_bytes(self.min_bytes)}, {intensity}"
+        yield "not stored", f"{human_bytes(self.scores_bytes)} of scores"
+        if p.precise_delta:
             size = human_bytes(self.residual_bytes)
-            yield f"  residual    {size} of out, saved for the backward (precise_delta)"
+            yield "residual", f"{size} of out, saved for the backward (precise_delta)"
+        yield from self._paged_lines()
 
     def _kernel_lines(self) -> Iterator[tuple[str, str]]:
         for part in self.parts or (self.plan.kernel,):
@@ -175,8 +176,7 @@ class Explanation(NamedTuple):
         if self.pages is not None:
             yield from _page_lines(self.pages, self.plan.kernel)
         if self.splits is not None:
-            # With shared pages, the time is in the lines about sharing, whose model includes the
-            # L2.
+            # With shared pages, the time is in the lines about sharing: that model includes the L2.
             shows_time = self.hardware is not None and self.sharing is None
             yield from _split_lines(self.splits, shows_time)
         for title, roofline in (("time", self.roofline), ("backward", self.backward_roofline)):
@@ -236,10 +236,6 @@ def explain(
     dense = sum(p.all_flops for p in parts)
     flops = min(explanation.flops, round(x.mask.density() * dense))
     return explanation._replace(flops=flops, mask=_describe_mask(apart["mask"], x.mask))
-
-
-def _lines(title: str, text: str) -> list[str]:
-    return [f"  {title:<11} {text}"] if text else []
 
 
 def _describe_options(problem: Problem) -> str:

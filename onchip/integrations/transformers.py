@@ -31,10 +31,13 @@ NAME = "onchip"
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _MIN_KEYS = 8  # with fewer, a model that computes with its mask might take two bounds for two keys
 _CELLS_PER_STEP = 1 << 24  # of an unknown mask_function
-# Models that compute with their masks before attention; they get the masks of eager attention.
-_ADDITIVE = frozenset({"deepseek_v4", "doge"})
-# The same with the bool masks of SDPA.
-_BOOL = frozenset({"nemotron_asr_streaming_encoder"})
+# Models that compute with their masks before attention: the form that each expects, additive as in
+# eager attention or bool as in SDPA.
+_DENSE_MASKS = {
+    "deepseek_v4": "additive",
+    "doge": "additive",
+    "nemotron_asr_streaming_encoder": "bool",
+}
 
 
 def register(name: str = NAME, *, precise_delta: bool = False) -> None:
@@ -94,11 +97,10 @@ def mask(
     arguments = kwargs | {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
     arguments |= {"kv_offset": kv_offset, "mask_function": mask_function}
     arguments |= {"attention_mask": attention_mask}
-    model_type = getattr(kwargs.get("config"), "model_type", None)
-    if model_type in _ADDITIVE:
-        return _additive(_cells(arguments), kwargs.get("dtype", torch.float32))
-    if model_type in _BOOL:
-        return _cells(arguments)
+    form = _DENSE_MASKS.get(getattr(kwargs.get("config"), "model_type", ""))
+    if form is not None:
+        cells = _cells(arguments)
+        return cells if form == "bool" else _additive(cells, kwargs.get("dtype", torch.float32))
     if q_length == 1 or kv_length < _MIN_KEYS:
         return _additive(_sdpa_mask(arguments), kwargs.get("dtype", torch.float32))
     if torch.compiler.is_compiling():

@@ -171,9 +171,9 @@ def _page_arguments(x: Tensors, unused_ptr: Tensor) -> tuple:
 
 @cache
 def _constants(config: HopperConfig, early: bool) -> dict:
-    """The row of the tile table as constants. early: with PDL (tensors.warp_constants), except in
-    the rounds of ring attention (fp32 output), whose programs would occupy SMs that a kernel of
-    another stream could use.
+    """The row of the tile table as constants. early: with PDL (tensors.warp_constants). Not in the
+    rounds of ring attention (fp32 output): their programs would occupy SMs that a kernel of another
+    stream could use.
     """
     return tile_constants(config) | {
         "launch_pdl": early,
