@@ -64,9 +64,9 @@ def test_packed_rows_are_checked_too(monkeypatch):
 
 
 def test_memory_is_measured_in_a_process_of_its_own():
-    case = Case("memory", "none", torch.float32, 64, 1024, num_heads=1, backward=True)
+    case = Case("memory", "none", torch.float32, 64, 4096, num_heads=1, backward=True)
     row = cpu.memory(case)
-    out_and_gradients = 4 * 1024 * 64 * 4 / 1e6
+    out_and_gradients = 4 * 4096 * 64 * 4 / 1e6
     assert out_and_gradients / 2 < row["value"] < 100
     assert row["unit"] == "MB"
 

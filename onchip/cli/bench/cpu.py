@@ -247,10 +247,14 @@ def host_time(session: Session, calls: int = 300) -> Row:
 
 
 def child(code: str) -> str:
-    """The output of a fresh Python that has the same torch threads as this one."""
+    """The output of a fresh Python that has the same torch threads as this one. Torch for ARM
+    includes mimalloc, which returns freed memory at once in this process: memory that it kept would
+    hide what a measured call takes.
+    """
     code = f"import torch; torch.set_num_threads({torch.get_num_threads()}); {code}"
     root = str(Path(onchip.__file__).parents[1])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "MIMALLOC_PURGE_DELAY": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     if done.returncode:
         raise RuntimeError(f"the measuring process failed:\n{done.stderr}")
