@@ -1,7 +1,7 @@
 """Writes constraints-hashed.txt: python tests/lock.py [https://index/simple]
 
 It has the pins of constraints.txt, each with the SHA-256 of every wheel that the index has for
-Python 3.11 to 3.13 on any platform, or of the source if the index has no wheel. torch is left out:
+Python 3.11 to 3.14 on any platform, or of the source if the index has no wheel. torch is left out:
 its files differ between indexes (PyPI, the index of CPU builds, a vendor).
 """
 
@@ -16,7 +16,7 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-PYTHONS = re.compile(r"^(cp31[123]|py3|py2\.py3|cp3\d+-abi3)")
+PYTHONS = re.compile(r"^(cp31[1234]|py3|py2\.py3|cp3\d+-abi3)")
 LEFT_OUT = {"torch"}
 HEAD = """\
 # Written by `make lock` from constraints.txt; see docs/dependencies.md for how to install from it.
