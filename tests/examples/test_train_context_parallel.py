@@ -32,21 +32,26 @@ def losses(path, process):
     return json.loads(path.read_text()), output
 
 
-def check(tmp_path, *options):
-    alone, ranks = tmp_path / "alone", tmp_path / "ranks"
-    processes = start(alone), start(ranks, *options, ranks=4)
-    expected, _ = losses(alone, processes[0])
-    ring_losses, output = losses(ranks, processes[1])
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The losses of one process."""
+    path = tmp_path_factory.mktemp("alone") / "losses"
+    return losses(path, start(path))[0]
+
+
+def check(tmp_path, expected, *options):
+    path = tmp_path / "losses"
+    ring_losses, output = losses(path, start(path, *options, ranks=4))
     assert ring_losses == pytest.approx(expected, rel=0, abs=1e-12)
     assert len(ring_losses) == 5 and f"step   4  loss {ring_losses[-1]:.6f}" in output
     assert ring_losses[-1] < ring_losses[0]
 
 
-def test_four_ranks_train_like_one(tmp_path):
-    check(tmp_path)
+def test_four_ranks_train_like_one(tmp_path, expected):
+    check(tmp_path, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_four_ranks_share_a_sequence(tmp_path, layout):
-    check(tmp_path, "--cp", "4", "--layout", layout)
+def test_four_ranks_share_a_sequence(tmp_path, expected, layout):
+    check(tmp_path, expected, "--cp", "4", "--layout", layout)
