@@ -56,10 +56,13 @@ def test_python_blocks_run(page, monkeypatch, tmp_path):
         exec(compile("\n" * line + code, str(page), "exec"), namespace)
 
 
-def test_the_readme_opens_with_six_lines_that_run():
-    _, code = blocks((ROOT / "README.md").read_text(encoding="utf-8"), "python")[0]
-    lines = [line for line in code.splitlines() if line]
-    assert len(lines) == 6 and "merge_states" in code and "assert_close" in lines[-1]
+def test_the_readme_opens_with_two_short_proofs():
+    """That onchip gives SDPA's result, and that partial results merge."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    first_two = blocks(readme, "python")[:2]
+    for (_, code), name in zip(first_two, ("scaled_dot", "merge_states"), strict=True):
+        lines = [line for line in code.splitlines() if line]
+        assert len(lines) <= 6 and name in code and "assert_close" in lines[-1]
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=name)
