@@ -17,7 +17,9 @@ from .mods import (
     spans,
     window,
 )
+from .order import TokenOrder, tile_order
 from .presets import bigbird, block_local, butterfly, dilated, longformer, strided
+from .video import neighborhood, radial, sliding_tile, spatial_head, temporal_head
 from .visibility import Visibility
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "BlockLists",
     "BlockMask",
     "Mask",
+    "TokenOrder",
     "Visibility",
     "as_mask",
     "bigbird",
@@ -39,9 +42,15 @@ __all__ = [
     "full",
     "longformer",
     "mod",
+    "neighborhood",
     "padding",
     "prefix_lm",
+    "radial",
+    "sliding_tile",
     "spans",
+    "spatial_head",
     "strided",
+    "temporal_head",
+    "tile_order",
     "window",
 ]
