@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-_LAZY = ("flash_attn", "flex", "sdpa", "transformers")
+_LAZY = ("diffusers", "flash_attn", "flex", "sdpa", "transformers")
 
 
 def __getattr__(name: str):

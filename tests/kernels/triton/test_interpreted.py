@@ -26,6 +26,8 @@ DOCUMENT = masks.document(
     torch.tensor([0, 50, 50, 75, 150], dtype=torch.int32),
     torch.tensor([0, 100, 100, 145, 290], dtype=torch.int32),
 )
+VIDEO = masks.neighborhood((3, 7, 8), (3, 3, 4), tile=(3, 4, 8), text=9)
+TILES = masks.sliding_tile((4, 8, 8), (2, 8, 8), (1, 1, 1))
 DROPOUT = {"dropout_p": 0.3, "dropout_seed": 2**40 + 17}
 
 
@@ -103,11 +105,13 @@ DENSE = [
     ((150, 290), {"num_heads": 1}, FP32, {"mask": HOLES, "window_size": (150, 40), "sinks": True}),
     ((70, 290), {"num_heads": 2, "num_kv_heads": 1}, BF16, {"mask": MOD, "bias": (0, 0, 1)}, 2),
     ((140, 100), {"num_heads": 1}, FP16, {"mask": MOD, **DROPOUT, "return_stats": True}),
+    ((168, 177), {"num_heads": 1, "head_dim": 16}, BF16, {"mask": VIDEO}),
+    ((256, 256), {"num_heads": 1, "head_dim": 16}, FP32, {"mask": TILES}),
 ]
 
 
 @interpreted
-@pytest.mark.parametrize("case", mark_slow_except((3, 5, 7, 14, 19, 27), DENSE))
+@pytest.mark.parametrize("case", mark_slow_except((3, 5, 7, 14, 19, 27, 31), DENSE))
 def test_dense(case):
     _judge(*case)
 
