@@ -23,6 +23,7 @@ BENCHES |= {
         "ablation": "GPU: from v2 to v4 one idea at a time, with the speed-up of each",
         "step": "GPU: time of one decoding step of a served model, by part",
         "masks": "GPU: windows, block-sparse masks, masks of single bits",
+        "video": "GPU: masks of videos against FlexAttention, forward and forward+backward",
     }.items()
 }
 BENCHES |= {

@@ -6,12 +6,13 @@ import os
 import random
 import time
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 
 import onchip
-from benchmarks import ablation, host, masks, peak, short
+from benchmarks import ablation, host, masks, peak, short, video
 from benchmarks import versions as versions_bench
 from onchip.cli import main
 from onchip.cli.bench import backward, forward, gpu, harness, paged, patterns, peers
@@ -34,6 +35,7 @@ MODULES = {
     "host": host,
     "peak": peak,
     "masks": masks,
+    "video": video,
     "paged": paged,
 }
 MODULES |= {"versions": versions_bench, "ablation": ablation}
@@ -347,6 +349,31 @@ def test_a_window_row_counts_if_fa2_is_measured(stand_ins, monkeypatch):
     monkeypatch.setattr(masks, "fa2_window", lambda n: lambda *x: onchip.attention(*x, **size))
     row = masks.window(Session(device=CPU), case)[0]
     assert "fa2" in row["ratios"] and gpu.counts(row)
+
+
+VIDEO_MASKS = (
+    video.VideoMask((3, 6, 8), (3, 2, 5)),
+    video.VideoMask((4, 6, 10), (1, 3, 4), (2, 3, 5)),
+    video.VideoMask((4, 6, 8), (1, 3, 2), (2, 2, 4), is_sliding=True),
+)
+
+
+@pytest.mark.parametrize("mask", VIDEO_MASKS, ids=lambda mask: mask.name)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_video_is_compared_with_flex_under_the_same_mask(stand_ins, monkeypatch, mask, backward):
+    stand_ins["flex"], stand_ins["dense"] = 1.5, 4.0
+    by_rule = lambda n, mod, device: partial(onchip.attention, mask=onchip.masks.mod(mod))
+    monkeypatch.setattr(peers, "flex", by_rule)
+    sizes = {"num_heads": 2, "backward": backward}
+    case = Case("video", mask.name, torch.bfloat16, 16, mask.tokens, **sizes)
+    (row,) = video.measure(Session(device=CPU), case, mask)
+    assert row["pass"] == ("forward+backward" if backward else "forward")
+    assert set(row["errors"]) == {"onchip", "flex", "dense"} and row["density"] > 0
+    results = check_thresholds([row], video.THRESHOLDS)
+    met = {x.threshold.name: x.measured for x in results}
+    assert met[f"{row['pass']} over FlexAttention, worst cell"] == pytest.approx(1.5)
+    seen = onchip.masks.mod(video.mask_mod(mask)).build(1, 1, mask.tokens, mask.tokens)
+    assert torch.equal(mask.build(CPU).to_dense(), seen.to_dense())
 
 
 def test_a_cell_within_its_band_of_the_threshold_is_tied():
