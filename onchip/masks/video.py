@@ -95,10 +95,7 @@ def _neighborhood(windows: tuple[_Window, ...], tile: tuple[int, ...] | None, gr
     lengths = tuple(axis.length for axis in windows)
     dilation = tuple(axis.dilation for axis in windows)
     order = tile_order(lengths, tile, dilation).permutation
-    at = [x[order] for x in coordinates(lengths)]
-    return _box(
-        grid, [a for window, x in zip(windows, at, strict=True) for a in window.make_axes(x)]
-    )
+    return _windows_box(grid, windows, [x[order] for x in coordinates(lengths)])
 
 
 def sliding_tile(shape: Sequence[int], tile: Sizes, window: Sizes, *, text: int = 0) -> Mask:
@@ -125,9 +122,7 @@ def _sliding_tile(
 ) -> Box:
     order = tile_order(lengths, tile).permutation
     at = [x[order] // size for x, size in zip(coordinates(lengths), tile, strict=True)]
-    return _box(
-        grid, [a for window, x in zip(windows, at, strict=True) for a in window.make_axes(x)]
-    )
+    return _windows_box(grid, windows, at)
 
 
 def radial(
@@ -180,8 +175,7 @@ def _spatial_head(lengths: tuple[int, ...], frames: int, sink_frames: int, grid:
     frame = torch.arange(prod(lengths)) // tokens
     lo, hi = (frame - reach) * tokens, (frame + reach + 1) * tokens
     lo, hi = (F.pad(x, (0, grid.seqlen_q - len(x))) for x in (lo, hi.clamp(max=prod(lengths))))
-    near = Interval(grid, lo, hi)
-    return either(near, _sink(sink_frames, tokens, grid))
+    return either(Interval(grid, lo, hi), _sink(sink_frames, tokens, grid))
 
 
 def temporal_head(

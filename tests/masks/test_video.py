@@ -1,18 +1,23 @@
 """Masks of images and videos equal their published definitions, cell by cell."""
 
 import copy
+import inspect
 import itertools
 import math
 import pickle
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
 import onchip
 from onchip import masks
+from onchip.masks import video
 from onchip.masks.nodes import build
 from onchip.masks.order import coordinates
+
+PAGE = (Path(__file__).parents[2] / "docs" / "masks.md").read_text(encoding="utf-8")
 
 
 def evaluate(shape, sees):
@@ -185,9 +190,9 @@ N = math.prod(VIDEO)
 
 @pytest.mark.parametrize("name", MASKS)
 def test_tokens_of_a_text_see_all_and_are_seen_by_all(name):
-    video = MASKS[name]().build(1, 1, N, N).to_dense()[0, 0]
+    within = MASKS[name]().build(1, 1, N, N).to_dense()[0, 0]
     expected = torch.ones(N + 20, N + 20, dtype=torch.bool)
-    expected[:N, :N] = video
+    expected[:N, :N] = within
     mask = MASKS[name](text=20)
     assert torch.equal(mask.build(1, 1, N + 20, N + 20).to_dense()[0, 0], expected)
     assert torch.equal(mask.build(1, 1, N, N + 20).to_dense()[0, 0], expected[:N])
@@ -250,6 +255,15 @@ def test_any_order_has_the_same_neighbours():
     tiled = masks.neighborhood(shape, (3, 6, 5), (2, 1, 3), tile=(2, 4, 5)).build(1, 1, n, n)
     order = masks.tile_order(shape, (2, 4, 5), (2, 1, 3)).permutation
     assert torch.equal(tiled.to_dense()[0, 0], raster[order][:, order])
+
+
+def test_every_mask_has_a_row_and_a_picture_in_the_page():
+    functions = dict(inspect.getmembers(video, inspect.isfunction))
+    own = {name for name, fn in functions.items() if fn.__module__ == video.__name__}
+    public = {name for name in own if not name.startswith("_")}
+    assert public == set(MASKS) - {"dilated"} <= set(masks.__all__)
+    for name in public:
+        assert f"| `{name}(shape, " in PAGE and f"masks.{name}(shape, " in PAGE
 
 
 def test_explain_prints_the_blocks():
