@@ -9,6 +9,8 @@ from torch import Tensor
 
 from onchip.core.arguments import as_int
 
+_NUM_AXES = (1, 2, 3)
+
 
 class TokenOrder(NamedTuple):
     """A permutation of tokens whose raster order is that of a contiguous tensor.
@@ -52,20 +54,21 @@ def tile_order(
     if sizes is None:
         return TokenOrder(torch.arange(prod(lengths)), torch.arange(prod(lengths)))
     rank = torch.zeros(prod(lengths), dtype=torch.int64)
-    for digit in _digits(lengths, sizes, dilations):
-        rank = rank * (int(digit.max()) + 1 if len(digit) else 1) + digit
+    for digit, base in _digits(lengths, sizes, dilations):
+        rank = rank * base + digit
     permutation = rank.argsort()
     return TokenOrder(permutation, permutation.argsort())
 
 
 def _digits(
     lengths: tuple[int, ...], tile: tuple[int, ...], dilation: tuple[int, ...]
-) -> list[Tensor]:
-    """The order as a mixed-radix number of each token in raster order, first digit first."""
-    axes = list(zip(coordinates(lengths), tile, dilation, strict=True))
-    groups = [at % d for at, _, d in axes]
-    tiles = [at // d // size for at, size, d in axes]
-    return [*groups, *tiles, *(at // d % size for at, size, d in axes)]
+) -> list[tuple[Tensor, int]]:
+    """The place of each token as a mixed-radix number, first digit first, each with its base."""
+    tile, dilation = (tuple(map(min, x, lengths)) for x in (tile, dilation))  # no overflow
+    axes = list(zip(coordinates(lengths), lengths, tile, dilation, strict=True))
+    groups = [(x % d, d) for x, _, _, d in axes]
+    tiles = [(x // d // size, length) for x, length, size, d in axes]
+    return [*groups, *tiles, *((x // d % size, size) for x, _, size, d in axes)]
 
 
 def coordinates(lengths: tuple[int, ...]) -> list[Tensor]:
@@ -79,23 +82,21 @@ def coordinates(lengths: tuple[int, ...]) -> list[Tensor]:
 
 def as_shape(name: str, shape: Any) -> tuple[int, ...]:
     """The lengths of 1, 2 or 3 axes."""
-    if isinstance(shape, (str, bytes)) or not isinstance(shape, Sequence) or len(shape) not in AXES:
+    if not isinstance(shape, Sequence) or len(shape) not in _NUM_AXES:
         raise ValueError(f"{name}: shape must have 1, 2 or 3 lengths, got {shape!r}")
     return tuple(as_int(f"{name}: a length of shape", length, 1) for length in shape)
 
 
 def per_axis(name: str, value: Any, shape: tuple[int, ...], least: int) -> tuple[int, ...]:
     """An int for every axis, from one int for all or a sequence."""
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        value = (value,) * len(shape)
+    value = value if isinstance(value, Sequence) else (value,) * len(shape)
     if len(value) != len(shape):
         raise ValueError(f"{name} must have {len(shape)} values for shape={shape}, got {value!r}")
     return tuple(as_int(name, x, least) for x in value)
 
 
-AXES = (1, 2, 3)
-
-
 def _select(x: Tensor, index: Tensor, dim: int) -> Tensor:
+    if x.shape[dim] < len(index):
+        raise ValueError(f"an order of {len(index)} tokens does not fit {x.shape[dim]} tokens")
     rest = torch.arange(len(index), x.shape[dim], device=index.device)
     return x.index_select(dim, torch.cat([index, rest]) if len(rest) else index)

@@ -228,6 +228,7 @@ def test_an_order_is_undone_and_leaves_the_text():
     assert torch.equal(order.restore(order.arrange(x)), x)
     assert torch.equal(order.arrange(x)[:, 24:], x[:, 24:])
     assert torch.equal(masks.tile_order((4, 6)).permutation, torch.arange(24))
+    assert torch.equal(masks.tile_order((4, 6), 2**40).permutation, torch.arange(24))
 
 
 def test_an_order_with_a_dilation_has_group_after_group():
@@ -275,6 +276,9 @@ BAD = {
     "shape must have 1, 2 or 3 lengths, got 5": lambda: masks.neighborhood(5, 3),
     r"got \(2, 3, 4, 5\)": lambda: masks.radial((2, 3, 4, 5)),
     r"a length of shape must be an int >= 1, got 0": lambda: masks.tile_order((0, 3)),
+    "an order of 6 tokens does not fit 5": lambda: masks.tile_order((2, 3)).arrange(
+        torch.ones(1, 5)
+    ),
     r"window must have 2 values for shape=\(8, 8\), got \(3,\)": lambda: masks.neighborhood(
         (8, 8), (3,)
     ),
