@@ -4,4 +4,4 @@ import sys
 
 from onchip.cli import main
 
-sys.exit(main(["bench", *sys.argv[1:]]))
+sys.exit(main(sys.argv[1:], command="bench", program="python -m benchmarks"))

@@ -26,6 +26,7 @@ ALLOWED = {
     "core.machine": set(),
     "core.arguments": set(),
     "core.files": set(),
+    "core.hub_cache": {"core.files"},
     "core.extras": set(),
     "core.device": set(),
     "core.torch_mode": set(),
@@ -69,8 +70,8 @@ ALLOWED = {
     "testing": {"core.state", "core.problem", "masks"},  # judges kernels, so it imports none
     "kvcache": {"core.device", "core.problem", "core.values", "quant"},
     "models": {
-        *("core.device", "core.extras", "core.files", "core.functional", "core.problem"),
-        *("core.torch_mode", "core.values", "kvcache"),
+        *("core.device", "core.extras", "core.files", "core.functional", "core.hub_cache"),
+        *("core.problem", "core.torch_mode", "core.values", "kvcache"),
     },
     "parallel": {
         *(*_CALL, "core.call_cache", "core.derivatives", "core.explain", "core.functional"),
@@ -80,7 +81,7 @@ ALLOWED = {
         *("core.device", "core.extras", "core.files", "core.functional", "core.machine"),
         *("core.problem", "kvcache", "models", "parallel"),
     },
-    "server": {"core.extras", "core.problem", "engine", "models"},
+    "server": {"core.extras", "core.hub_cache", "core.problem", "engine", "models"},
     "integrations": {
         *("core.backend", "core.call_cache", "core.device", "core.functional", "core.problem"),
         *("core.torch_mode", "core.torch_op", "core.validation", "core.values"),
@@ -116,6 +117,7 @@ ONLY_UNDER = {
     "triton": ("kernels/triton", "kernels/hopper", "kernels/llm", "kernels/runtime/raw_launch.py"),
     "torch.distributed": ("parallel", "integrations/flash_attn/collectives.py"),
     "transformers": ("models/interface.py", "integrations"),
+    "click": ("cli",),
     "rich": ("cli", "engine/progress.py"),
     "matplotlib": ("cli", "masks/show.py"),
     **dict.fromkeys(
@@ -125,7 +127,7 @@ ONLY_UNDER = {
 }
 # The decisions about pages and requests: tested without tensors, and no step waits for a device.
 TORCH_FREE = (
-    "core/extras.py",
+    *("core/extras.py", "core/files.py", "core/hub_cache.py"),
     *("kvcache/pool.py", "kvcache/prefix.py"),
     *(f"engine/{name}.py" for name in ("sampling_params", "request", "request_queue", "step")),
     *(f"engine/{name}.py" for name in ("preemption_costs", "beam_search", "kv_manager")),

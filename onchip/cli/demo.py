@@ -26,6 +26,7 @@ from onchip.cli.bench.measure import (
 )
 from onchip.cli.bench.patterns import Pattern
 from onchip.cli.bench.peers import sdpa, standard
+from onchip.cli.progress import Interruptible
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 QUICK_LENGTHS = (256, 512, 1024)
@@ -82,6 +83,7 @@ class Results:
     merge_gap: float = 0.0
     omitted: list[int] = field(default_factory=list)
     elapsed_s: float = 0.0
+    interrupted_at: str = ""  # title of the step that Ctrl-C ended; later steps did not run
 
 
 class DemoStep(NamedTuple):
@@ -95,7 +97,9 @@ ReportProgress = Callable[[str, float], None]
 
 
 def run(quick: bool = False, report_progress: ReportProgress = lambda title, done: None) -> Results:
-    """Run the demo. report_progress(title, done) gets the current step and the completed share."""
+    """Run the demo. report_progress(title, done) gets the current step and the completed share.
+    Ctrl-C ends it with the results so far.
+    """
     start = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -107,11 +111,14 @@ def run(quick: bool = False, report_progress: ReportProgress = lambda title, don
     def report_part(i: int, part: str, share: float) -> None:
         report_progress(steps[i].title + part, (i + share) / len(steps))
 
-    for i, step in enumerate(steps):
-        runner.report_progress = partial(report_part, i)
-        runner.report_progress("", 0.0)
-        step.run()
-    report_progress("done", 1.0)
+    step = steps[0]
+    with Interruptible() as work:
+        for i, step in enumerate(steps):
+            runner.report_progress = partial(report_part, i)
+            runner.report_progress("", 0.0)
+            step.run()
+        report_progress("done", 1.0)
+    results.interrupted_at = step.title if work.was_interrupted else ""
     results.elapsed_s = time.perf_counter() - start
     return results
 

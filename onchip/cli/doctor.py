@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -145,12 +145,18 @@ def print_report(console) -> None:
         console.print(f"- {reason}", highlight=False, markup=False, soft_wrap=True)
 
 
-def print_model(console, folder: str | Path) -> int:
-    """An exit status: 1 if the model is not served."""
-    served, finding = model_finding(folder)
+def print_model(console, finding: Finding) -> None:
     console.print(f"{finding.subject}: {finding.found}", markup=False, soft_wrap=True)
     console.print(finding.advice, highlight=False, markup=False, soft_wrap=True)
-    return 0 if served else 1
+
+
+def report() -> dict[str, Any]:
+    """What print_report prints, for programs."""
+    return {
+        "machine": findings(),
+        "kernels_here": support_table(here()),
+        "kernels_anywhere": support_table(),
+    }
 
 
 def _grid(title: str, table: list[Support]):
@@ -266,22 +272,23 @@ def _twice(
 
 def measure_levels(
     report_progress: Callable[[str, float], None],
-) -> dict[str, list[levels.LevelTiming]]:
-    """The memories of every device here, by torch's names."""
-    return {name: levels.measure(torch.device(name), report_progress) for name in here()}
+) -> Iterator[tuple[str, levels.LevelTiming]]:
+    """(device, a memory of it) for every device here, by torch's names."""
+    for name in here():
+        for row in levels.measure(torch.device(name), report_progress):
+            yield name, row
 
 
-def print_levels(console, timings: dict[str, list[levels.LevelTiming]]) -> None:
+def print_levels(console, timings: list[tuple[str, levels.LevelTiming]]) -> None:
     """What was measured here, then what was published of devices elsewhere."""
     from rich.table import Table
 
     columns = ("", "memory", "bytes", "bandwidth", "latency")
     table = Table(*columns, title="Memories, measured here", title_justify="left")
-    for device, rows in timings.items():
-        for row in rows:
-            hidden = "hidden" if row.latency_s == 0 else _latency(row.latency_s)
-            cells = human_bytes(row.set_bytes), f"{row.bytes_s / 1e9:.3g} GB/s", hidden
-            table.add_row(device, row.level, *cells)
+    for device, row in timings:
+        hidden = "hidden" if row.latency_s == 0 else _latency(row.latency_s)
+        cells = human_bytes(row.set_bytes), f"{row.bytes_s / 1e9:.3g} GB/s", hidden
+        table.add_row(device, row.level, *cells)
     console.print(table)
     console.print("bytes: the working set; latency: beyond what the interpreter hides of it.")
     table = Table(*columns, title="Memories, as published", title_justify="left")

@@ -101,13 +101,18 @@ def memory_notes(results: Results) -> list[str]:
 
 
 def omissions(results: Results) -> list[str]:
-    """The lengths that were not measured, in one sentence."""
+    """What was not measured, a sentence for each reason."""
     lengths = ", ".join(f"{n:,}" for n in results.omitted)
-    return [f"Left out to stay near a minute on this machine: {lengths} tokens."] if lengths else []
+    why = [f"Left out to stay near a minute on this machine: {lengths} tokens."] if lengths else []
+    if results.interrupted_at:
+        why.append(f"Interrupted during {results.interrupted_at}; the later parts are missing.")
+    return why
 
 
 def merge_sentence(results: Results) -> str:
     a, b = results.merge_cut
+    if a + b == 0:
+        return "Merged sets of keys were not measured."
     return (
         f"Attention over {a:,} and over {b:,} keys, merged by merge_states, differs from attention"
         f" over all {a + b:,} by at most {results.merge_gap:.1e}."
@@ -258,7 +263,7 @@ def masked_plot(results: Results) -> str:
                 axes.annotate(note, (time_s, y), (6, 0), textcoords="offset points", va="center")
         axes.set_yticks([i + 0.2 for i in range(len(speedups))], list(speedups))
         axes.invert_yaxis()
-        axes.set_xlim(0, 1.25 * max(times.values()))
+        axes.set_xlim(0, 1.25 * max(times.values(), default=1.0))
         axes.locator_params(axis="x", nbins=4)
         axes.xaxis.set_major_formatter(lambda x, _: human_time(x) if x else "0")
         axes.grid(visible=False, axis="y")

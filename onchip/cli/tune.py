@@ -21,6 +21,7 @@ import onchip
 from onchip import quant
 from onchip.cli.bench import gpu, patterns
 from onchip.cli.bench.harness import Case, Inaccurate, Row, Session, geomean
+from onchip.cli.progress import Interruptible
 from onchip.kernels import tiles
 from onchip.testing import assert_accurate, make_qkv, oracle, rmse
 
@@ -307,6 +308,10 @@ class Search:
         columns |= {"config": self.right[name]._asdict(), "band": list(ratio[1:]), "doubts": doubts}
         return row | columns | {"control": timing.control, "tries": timing.tries}
 
+    def is_complete(self, quick: bool) -> bool:
+        """Whether every cell was timed."""
+        return len(self.ratios.get(CURRENT, ())) == len(list(self.knob.cells(quick)))
+
     def gains(self) -> dict[str, float]:
         """Mean speed relative to the current row over the cells, the fastest first."""
         timed = {name: ratios for name, ratios in self.ratios.items() if name in self.right}
@@ -346,15 +351,19 @@ def calls(session: Session, knob: Knob, case: Case) -> gpu.GpuCandidate:
 
 
 def run(session: Session, choose: Callable[[tuple[int, int]], list[Knob]]) -> list[Search]:
-    """Search every knob that choose(capability) names; ValueError if there is none, or no GPU."""
+    """Search every knob that choose(capability) names; ValueError if there is none, or no GPU.
+    Ctrl-C leaves the searches that were completed.
+    """
     if not torch.cuda.is_available():
         raise ValueError("tile sizes are measured on the GPU they are for, and torch finds none")
     chosen = choose(torch.cuda.get_device_capability())
     if not chosen:
         raise ValueError("no row of kernels/tiles.py fits that choice on this GPU")
     searches = [Search(knob, 1 if session.quick else 2) for knob in chosen]
-    gpu.run(session, lambda: (step for search in searches for step in search.steps(session)))
-    return searches
+    with Interruptible() as work:
+        gpu.run(session, lambda: (step for search in searches for step in search.steps(session)))
+    session.was_interrupted = work.was_interrupted
+    return [s for s in searches if not session.was_interrupted or s.is_complete(session.quick)]
 
 
 def print_searches(console, searches: Sequence[Search]) -> None:

@@ -3,13 +3,17 @@
 from importlib.util import find_spec
 
 
+class MissingPackageError(ValueError):
+    """A package of an extra is needed and not installed. The message says how to install it."""
+
+
 def require(program: str, extra: str, *packages: str) -> None:
-    """Raise ValueError with one sentence if a program needs packages of an extra that are not
-    installed. Nothing is imported.
+    """Raise MissingPackageError with one sentence if a program needs packages of an extra that are
+    not installed. Nothing is imported.
     """
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        raise ValueError(f"{program} needs {' and '.join(missing)}: {advise(extra)}")
+        raise MissingPackageError(f"{program} needs {' and '.join(missing)}: {advise(extra)}")
 
 
 def advise(extra: str) -> str:

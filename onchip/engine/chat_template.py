@@ -11,7 +11,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from onchip.core.extras import advise
+from onchip.core.extras import MissingPackageError, advise
 from onchip.engine.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -136,7 +136,7 @@ def _environment() -> Any:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
         from jinja2.utils import Namespace
     except ImportError:
-        raise ValueError(
+        raise MissingPackageError(
             f"chat templates are rendered by the package jinja2: {advise('serve')}"
         ) from None
 

@@ -21,7 +21,7 @@ from onchip.engine.stats import EngineStats
 from onchip.engine.step import Limits, RejectedRequest
 from onchip.engine.text_worker_pool import TextWorker, TextWorkerPool
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, generation_eos
-from onchip.models import Model, builtin
+from onchip.models import Model, builtin, resolve
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | BeamSearchParams
@@ -30,9 +30,10 @@ Params = SamplingParams | BeamSearchParams
 class LLM:
     """A model that generates text from a paged KV cache. Arguments as in vLLM where they exist.
 
-    model: a folder with config.json, safetensors and tokenizer.json, "tiny" (built in, see
-    `models.builtin`), or a model of `onchip.models`; other families run through transformers,
-    slower. tokenizer: another folder, or a Tokenizer. max_model_len: tokens of prompt and
+    model: a folder with config.json, safetensors and tokenizer.json, the Hub id of a model that was
+    downloaded ("org/name", read from the local cache), "tiny" (built in, see `models.builtin`), or
+    a model of `onchip.models`; other families run through transformers, slower. tokenizer: another
+    folder or Hub id, or a Tokenizer. max_model_len: tokens of prompt and
     continuation together; None for the model's own. block_size: slots of a page. swap_space: GiB of
     host memory for preempted requests. dtype: "auto" for the checkpoint's own. kv_dtype: "fp8"
     (e4m3) or "int8" for 8-bit pages, of which twice as many fit; None for dtype. seed: for requests
@@ -65,6 +66,7 @@ class LLM:
         num_pages: int | None = None,
     ):
         ranks = Ranks(tensor_parallel_size, seed)
+        model = resolve(model) if isinstance(model, (str, Path)) else model
         loaded = ranks.load(model, device, dtype)
         longest = loaded.config.max_seqlen
         if max_model_len is not None and not 1 < max_model_len <= longest:
@@ -264,7 +266,7 @@ def _tokenizer(
     model: str | Path | Model, tokenizer: str | Path | Tokenizer | None
 ) -> Tokenizer | None:
     if isinstance(tokenizer, (str, Path)):
-        return _load_tokenizer(tokenizer)
+        return _load_tokenizer(resolve(tokenizer))
     if tokenizer is not None or not isinstance(model, (str, Path)):
         return tokenizer
     if model == builtin.NAME:

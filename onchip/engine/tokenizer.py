@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from onchip.core.extras import advise
+from onchip.core.extras import MissingPackageError, advise
 from onchip.engine.tokenizer_components import Components, byte_letters
 
 MAX_JSON_BYTES = 100_000_000
@@ -142,7 +142,7 @@ def _read_tokenizer(file: Path) -> Any:
     try:
         from tokenizers import Tokenizer as Library
     except ImportError:
-        raise ValueError(
+        raise MissingPackageError(
             f"tokenizer.json is read by the package tokenizers: {advise('serve')}"
         ) from None
     try:

@@ -16,7 +16,7 @@ import onchip
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from onchip.lab import papers, playground
 from onchip.lab.rounding import round_significant
-from onchip.models import Decoder, about, builtin, load
+from onchip.models import Decoder, about, builtin, load, resolve
 from onchip.parallel.machines import H200, LINKS, Fabric
 from onchip.parallel.simulate import LAYOUTS, LayerShape, RingStep, merge_seconds, rounds, seconds
 
@@ -162,7 +162,8 @@ def rows(sentence: str = SENTENCE, model: str | Path = builtin.NAME) -> dict[str
 def _load_model(model: str | Path) -> tuple[Tokenizer, Decoder]:
     if model == builtin.NAME:
         return ByteTokenizer(), builtin.tiny()
-    return FileTokenizer(model), load(model, dtype=torch.float32)
+    folder = resolve(model)
+    return FileTokenizer(folder), load(folder, dtype=torch.float32)
 
 
 def _owners(sentence: str, prefixes: list[str]) -> list[int]:

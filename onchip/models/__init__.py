@@ -5,7 +5,7 @@ other causal language model through transformers.
 from . import builtin
 from .config import FAMILIES, Layer, ModelConfig
 from .decoder import Decoder, positions_of
-from .folders import about, check_exists, is_native
+from .folders import about, is_native, resolve
 from .foreign import Foreign, ForeignCheckpoint, inspect_foreign, load_foreign
 from .loader import Checkpoint, inspect, load, random_model, save
 from .protocol import Model
@@ -25,7 +25,6 @@ __all__ = [
     "Rotary",
     "about",
     "builtin",
-    "check_exists",
     "inspect",
     "inspect_foreign",
     "is_native",
@@ -34,5 +33,6 @@ __all__ = [
     "num_parameters",
     "positions_of",
     "random_model",
+    "resolve",
     "save",
 ]

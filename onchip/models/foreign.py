@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.files import check_folder
+from onchip.core.hub_cache import resolve_folder
 from onchip.core.problem import UnsupportedError
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models import interface, safetensors
@@ -142,7 +143,7 @@ def inspect_foreign(folder: str | Path, dtype: torch.dtype | None = None) -> For
     transformers and pages cannot serve it either. Reads config.json and headers only. dtype: None
     for the dtype of most weights.
     """
-    folder = Path(folder)
+    folder = Path(resolve_folder(folder))
     model_type = _stated_type(folder)
     check_folder(folder)
     entries = entries_of(folder)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from onchip.core.files import read_regular
+from onchip.core.hub_cache import resolve_folder
 from onchip.models import safetensors
 from onchip.models.config import ModelConfig
 from onchip.models.decoder import Decoder
@@ -47,10 +48,11 @@ class Checkpoint:
 
 
 def inspect(folder: str | Path, ignore: Collection[str] = ()) -> Checkpoint:
-    """The checkpoint in a folder, or a ValueError with the reason why it is invalid. Reads
-    config.json and headers only. ignore: fields of config.json that change nothing.
+    """The checkpoint in a folder, or of a Hub id in the local cache; a ValueError with the reason
+    why it is invalid. Reads config.json and headers only. ignore: fields of config.json that change
+    nothing.
     """
-    folder = Path(folder)
+    folder = Path(resolve_folder(folder))
     data = read_json(folder / "config.json")
     config = ModelConfig.from_hf(data, ignore)
     entries = text_entries(data, entries_of(folder))

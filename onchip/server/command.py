@@ -1,12 +1,13 @@
 """`onchip serve`: from options to a running server."""
 
-import argparse
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
+from onchip.core.hub_cache import is_model_id
 from onchip.engine.engine import Engine
 from onchip.engine.llm import LLM
 from onchip.engine.step import Limits
@@ -20,8 +21,10 @@ LOG = logging.getLogger("onchip.serve")
 BUILTIN_PAGES = 2049  # for the built-in model, 112 MiB; the live page draws all but the null page
 
 
-def serve(args: argparse.Namespace) -> int:
-    """Run until SIGTERM or SIGINT. Options are checked before the model loads."""
+def serve(args: SimpleNamespace) -> int:
+    """Run until SIGTERM, or until SIGINT, which raises KeyboardInterrupt once the server has ended.
+    Options are checked before the model loads.
+    """
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("onchip").setLevel(args.log_level.upper())  # other packages log warnings only
     address = Address(args.host, args.port)
@@ -33,11 +36,16 @@ def serve(args: argparse.Namespace) -> int:
     LOG.info("%s", describe(engine, options.model))
     server = Server(engine, options, keys)
     announce = lambda: _announce(server, url_of(sock), args.model)
-    ServerProcess(server, args.drain_s, announce).run([sock])
-    return 1 if server.service.death_cause else 0
+    process = ServerProcess(server, args.drain_s, announce)
+    process.run([sock])
+    if server.service.death_cause:
+        return 1
+    if process.was_interrupted:
+        raise KeyboardInterrupt(f"{engine.stats().tokens_generated} tokens were generated")
+    return 0
 
 
-def _keyring(args: argparse.Namespace, address: Address) -> Keyring:
+def _keyring(args: SimpleNamespace, address: Address) -> Keyring:
     keys, warnings = read_keys(args.api_key_file)
     if args.api_key:
         keys.append(args.api_key)
@@ -50,7 +58,7 @@ def _keyring(args: argparse.Namespace, address: Address) -> Keyring:
     return keyring
 
 
-def _model(args: argparse.Namespace) -> LLM:
+def _model(args: SimpleNamespace) -> LLM:
     tiny = args.model == builtin.NAME
     if tiny:
         torch.set_num_threads(1)  # its matrices are too small for several threads
@@ -70,7 +78,7 @@ def _model(args: argparse.Namespace) -> LLM:
     )
 
 
-def _options(args: argparse.Namespace, address: Address, keys: Keyring) -> ServerOptions:
+def _options(args: SimpleNamespace, address: Address, keys: Keyring) -> ServerOptions:
     for name in ("max_queue", "drain_s"):
         if not getattr(args, name) >= 0:
             raise ValueError(f"{name}={getattr(args, name)} must not be negative")
@@ -78,7 +86,7 @@ def _options(args: argparse.Namespace, address: Address, keys: Keyring) -> Serve
         most = Limits.max_queued_requests
         raise ValueError(f"max_queue={args.max_queue} exceeds {most}, the engine's queue limit")
     return ServerOptions(
-        model=args.name or Path(args.model).resolve().name,
+        model=args.name or _served_name(args.model),
         max_body_bytes=int(args.max_body_mib * 2**20),
         max_bodies_bytes=int(args.max_bodies_mib * 2**20),
         max_request_s=args.max_request_s,
@@ -86,6 +94,12 @@ def _options(args: argparse.Namespace, address: Address, keys: Keyring) -> Serve
         max_open=args.max_num_seqs + args.max_queue,
         hosts=address.hosts if keys.is_open else None,
     )
+
+
+def _served_name(model: str) -> str:
+    """A folder's own name. A Hub id is a name that clients know."""
+    is_folder = Path(model).exists() or not is_model_id(model)
+    return Path(model).resolve().name if is_folder else model
 
 
 def describe(engine: Engine, name: str) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -155,7 +156,7 @@ class Connection(H11Protocol):
 class ServerProcess(uvicorn.Server):
     """A first SIGTERM or SIGINT drains the server: it accepts no new requests, open ones may finish
     for drain_s, then they fail. A second signal ends it at once. announce: called once it listens.
-    max_connections: limit of connections at a time.
+    max_connections: limit of connections at a time. was_interrupted: whether SIGINT came.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class ServerProcess(uvicorn.Server):
     ):
         self.server, self.drain_s, self._announce = server, drain_s, announce
         pool = ConnectionPool(max_connections or default_max_connections())
+        self.was_interrupted = False
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(
@@ -188,6 +190,7 @@ class ServerProcess(uvicorn.Server):
 
     def handle_exit(self, sig: int = 0, frame: FrameType | None = None) -> None:
         """Handle a signal; callable from any thread."""
+        self.was_interrupted |= sig == signal.SIGINT
         if self._loop is None:
             self.should_exit = True
         elif not self._loop.is_closed():

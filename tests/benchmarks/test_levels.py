@@ -52,7 +52,7 @@ def test_progress_runs_to_its_end(monkeypatch):
     row = levels.LevelTiming("L1", 16 << 10, 1e9, 0.0)
     monkeypatch.setattr(levels, "cpu_levels", lambda: iter([row] * len(levels.cpu_sets())))
     progress = []
-    levels.measure(torch.device("cpu"), lambda title, done: progress.append(done))
+    list(levels.measure(torch.device("cpu"), lambda title, done: progress.append(done)))
     assert progress[0] == 0.0 and progress[-1] == 1.0 and progress == sorted(progress)
 
 

@@ -7,22 +7,20 @@ import torch
 
 import benchmarks  # noqa: F401  # its suites join those of `onchip bench`
 import onchip
-from onchip.cli import commands, main
+from onchip.cli import main, options, progress
 from onchip.models import builtin
+from tests.cli.parsing import commands, parse
 
 ROOT = Path(onchip.__file__).parents[1]
 
 
-HUB = "nothing is fetched: if it is the name of a model on the Hugging Face hub, run `hf download"
-HUB += " Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"
+HUB = "no model of that name in the Hub cache"
+HUB_COMMAND = "run `hf download Qwen/Qwen3-0.6B`"
 
 
 def run(*args):
-    """The exit code of a command, also where argparse leaves on its own."""
-    try:
-        return main(list(args))
-    except SystemExit as stop:
-        return stop.code
+    """The exit code of a command, which `main` returns for --help and for mistakes as well."""
+    return main(list(args))
 
 
 def test_version(capsys):
@@ -43,23 +41,20 @@ def test_the_console_script_is_the_same_function():
     assert project["scripts"] == {"onchip": "onchip.cli:main"}
 
 
-COMMANDS = ("demo", "bench", "tune", "explain", "generate", "doctor", "serve", "lab")
-
-
 def test_versions_and_help_are_printed_without_torch():
     """It takes seconds to load; so do rich and matplotlib."""
     code = f"""
 import io, sys
 from contextlib import redirect_stderr, redirect_stdout
 from onchip.cli import main
-for args in ["--version"], ["--help"], [], *([name, "--help"] for name in {COMMANDS}):
+names = {list(commands())}
+more = ["--version"], ["--help"], [], ["version"], ["completion", "bash"], ["bench"]
+for args in (*more, ["serve", "--print-config"], *([name, "--help"] for name in names)):
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(out):
-        try:
-            main(args)
-        except SystemExit:
-            pass
+        assert main(args) == (0 if args else 2), args
     assert out.getvalue(), args
-print([x for x in ("torch", "rich", "matplotlib") if x in sys.modules])
+slow = "torch", "rich", "matplotlib", "asyncio", "webbrowser"
+print([x for x in slow if x in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
@@ -70,7 +65,8 @@ def test_the_names_of_options_are_those_of_the_package():
     from onchip.core.problem import LOW_PRECISIONS
     from onchip.quant.kv8 import FORMATS
 
-    assert tuple(FORMATS) == commands.KV_DTYPES and tuple(LOW_PRECISIONS) == commands.PRECISIONS
+    assert tuple(FORMATS) == options.KV_DTYPES
+    assert tuple(LOW_PRECISIONS) == options.PRECISIONS and builtin.NAME == options.BUILTIN
 
 
 def test_functions_are_imported_at_their_first_use():
@@ -116,6 +112,7 @@ def test_importing_onchip_needs_torch_alone():
         (["explain", "--dtype", "int8"], "'int8' is not one of float64 (fp64), float32"),
         (["generate", "x", "--dtype", "bf17"], "bfloat16 (bf16)"),
         (["generate", "x", "--model", "Qwen/Qwen3-0.6B"], HUB),
+        (["generate", "x", "--model", "Qwen/Qwen3-0.6B"], HUB_COMMAND),
         (["serve", "--model", "Qwen/Qwen3-0.6B"], HUB),
         (["doctor", "--model", "Qwen/Qwen3-0.6B"], HUB),
         (["lab", "--model", "Qwen/Qwen3-0.6B", "--no-open"], HUB),
@@ -176,12 +173,12 @@ def test_explain_takes_the_dtype_of_the_device(args, dtype, capsys):
 def test_both_names_of_a_dtype_are_one(name):
     prompt = ["x"] if name == "generate" else []
     for text in ("bf16", "bfloat16"):
-        assert commands._parser().parse_args([name, *prompt, "--dtype", text]).dtype == "bfloat16"
+        assert parse([name, *prompt, "--dtype", text]).dtype == "bfloat16"
 
 
 def test_the_model_has_one_name():
     for args in (["generate", "x"], ["serve"], ["lab"], ["doctor"]):
-        assert commands._parser().parse_args([*args, "--model", "a/b"]).model == "a/b"
+        assert parse([*args, "--model", "a/b"]).model == "a/b"
 
 
 def test_explain_gives_a_reason_once(capsys):
@@ -195,17 +192,17 @@ def test_explain_gives_a_reason_once(capsys):
 def test_progress_is_seen_where_there_is_no_terminal(monkeypatch, capsys):
     from rich.console import Console
 
-    monkeypatch.setattr(commands, "PROGRESS_S", 0.0)
-    with commands._progress(Console()) as report_progress:
+    monkeypatch.setattr(progress, "PROGRESS_S", 0.0)
+    with progress.ProgressDisplay(Console()) as report_progress:
         report_progress("first part", 0.0)
         report_progress("second part", 0.5)
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["onchip:   0% after 0 s: first part", "onchip:  50% after 0 s: second part"]
-    monkeypatch.setattr(commands, "PROGRESS_S", 3600.0)
-    with commands._progress(Console()) as report_progress:
+    monkeypatch.setattr(progress, "PROGRESS_S", 3600.0)
+    with progress.ProgressDisplay(Console()) as report_progress:
         report_progress("first part", 0.0)
-    with commands._progress(Console(force_terminal=True)) as report_progress:
-        monkeypatch.setattr(commands, "PROGRESS_S", 0.0)
+    with progress.ProgressDisplay(Console(force_terminal=True)) as report_progress:
+        monkeypatch.setattr(progress, "PROGRESS_S", 0.0)
         report_progress("first part", 0.0)
     assert capsys.readouterr().err == ""
 

@@ -7,6 +7,7 @@ import torch
 from onchip.cli import demo, main, report
 from onchip.cli.bench.patterns import causal
 from onchip.cli.demo import METHODS, Measurement, Results
+from tests.cli.parsing import parse
 
 VOID = {"meta", "br", "link", "img", "use", "path", "rect"}
 
@@ -172,10 +173,8 @@ def test_the_report_escapes_html():
 
 
 def test_the_next_steps_are_commands_that_exist():
-    from onchip.cli.commands import _parser
-
     for command, _ in report.NEXT_STEPS:
-        _parser().parse_args(command.split())
+        parse(command.split())
 
 
 @pytest.mark.parametrize(

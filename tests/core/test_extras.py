@@ -17,9 +17,11 @@ SERVE = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette")
 # What a process sees that has torch alone: these packages cannot be imported.
 HIDE = f"""
 import sys
-for name in ("rich", "matplotlib", "transformers", "tokenizers", "jinja2", *{SERVE}):
+for name in ("click", "rich", "matplotlib", "transformers", "tokenizers", "jinja2", *{SERVE}):
     sys.modules[name] = None
 """
+# ... and one with click, which `onchip serve` and every other command needs.
+SHOW_CLICK = "del sys.modules['click']\n"
 
 
 def run_with_torch_alone(code, *args):
@@ -27,8 +29,8 @@ def run_with_torch_alone(code, *args):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def run_command(*args):
-    return run_with_torch_alone("from onchip.cli import main\nsys.exit(main())", *args)
+def run_command(*args, setup=SHOW_CLICK):
+    return run_with_torch_alone(f"{setup}from onchip.cli import main\nsys.exit(main())", *args)
 
 
 def test_the_package_depends_on_torch_alone():
@@ -68,8 +70,18 @@ assert [len(x.outputs[0].token_ids) for x in outputs] == [4, 4]
 def test_a_command_says_which_packages_it_needs(args, packages, extra):
     done = run_command(*args)
     advice = re.escape(extras.advise(extra))
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (3, "")
     assert re.fullmatch(rf"onchip: onchip {args[0]} needs {packages}: {advice}\n", done.stderr)
+
+
+def test_without_click_there_is_a_version_and_one_sentence():
+    done = run_command("--version", setup="")
+    assert (done.returncode, done.stdout) == (0, f"onchip {onchip.__version__}\n")
+    for args in (["--help"], ["explain"], ["serve", "--help"], []):
+        done = run_command(*args, setup="")
+        assert (done.returncode, done.stdout) == (3, "")
+        sentence = f"onchip: the command line needs click: {extras.advise('cli')}\n"
+        assert done.stderr == sentence
 
 
 @pytest.mark.parametrize(
@@ -84,13 +96,13 @@ def test_a_command_says_which_packages_it_needs(args, packages, extra):
     ],
     ids=" ".join,
 )
-def test_other_commands_work_with_torch_alone(args):
+def test_other_commands_work_with_torch_and_click(args):
     done = run_command(*args)
     assert done.returncode == 0 and done.stdout and "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.slow
-def test_the_lab_is_written_with_torch_alone(tmp_path):
+def test_the_lab_is_written_with_torch_and_click(tmp_path):
     done = run_command("lab", "--out", str(tmp_path / "lab"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "lab" / "index.html").exists()

@@ -14,7 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from onchip.cli import commands
+from onchip.cli import main
 from onchip.lab import serve
 
 
@@ -132,11 +132,11 @@ def test_the_command_serves_until_it_is_stopped():
 
 def test_the_command_writes_a_page_that_needs_no_server(tmp_path, capsys, monkeypatch, data):
     monkeypatch.setattr("onchip.lab.record.record_figures", lambda model: data)
-    assert commands.main(["lab", "--out", str(tmp_path / "new" / "folder")]) == 0
+    assert main(["lab", "--out", str(tmp_path / "new" / "folder")]) == 0
     file = tmp_path / "new" / "folder" / "index.html"
     assert capsys.readouterr().out.strip() == str(file)
     assert 'data-behind="offline"' in file.read_text(encoding="utf-8")
-    assert commands.main(["lab", "--out", str(file)]) == 2
+    assert main(["lab", "--out", str(file)]) == 2
     assert "is a file" in capsys.readouterr().err
 
 

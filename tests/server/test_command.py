@@ -1,26 +1,24 @@
 """docs/serving.md matches the options of the command and the metrics."""
 
-import argparse
 import re
 from pathlib import Path
 
 import pytest
 
-from onchip.cli import commands
+from onchip import engine
+from onchip.cli import root
 from onchip.server import command
 from onchip.server.api_keys import Keyring
 from onchip.server.process import Address
 from onchip.server.protocol import ChatRequest, CompletionRequest
+from tests.cli.parsing import parse
 
 TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"`([\w.-]+)`", TEXT))
 
 
 def test_every_option_is_explained():
-    actions = commands._parser()._actions
-    serve = next(a for a in actions if isinstance(a, argparse._SubParsersAction)).choices["serve"]
-    options = {s for a in serve._actions for s in a.option_strings}
-    assert options - {"-h", "--help"} <= NAMED
+    assert {flag for option in root.load("serve").params for flag in option.opts} <= NAMED
 
 
 def test_every_metric_is_listed_and_no_other(shared, ask):
@@ -41,7 +39,7 @@ def test_every_metric_is_listed_and_no_other(shared, ask):
     ],
 )
 def test_unsafe_options_are_warned_about_without_printing_keys(options, word, capsys):
-    args = commands._parser().parse_args(["serve", *options])
+    args = parse(["serve", *options])
     keys = command._keyring(args, Address(args.host))
     output = capsys.readouterr().err
     assert word in output and bool(word) == bool(output) and "a-secret-key" not in output
@@ -50,14 +48,14 @@ def test_unsafe_options_are_warned_about_without_printing_keys(options, word, ca
 
 @pytest.mark.parametrize("count", ["-1", "4097"])
 def test_max_queue_is_bounded_by_the_engine(count):
-    args = commands._parser().parse_args(["serve", "--max-queue", count])
+    args = parse(["serve", "--max-queue", count])
     with pytest.raises(ValueError, match=f"max_queue={count}"):
         command._options(args, Address(), Keyring())
 
 
 def test_nothing_else_of_the_engine_needs_the_server():
     """Offline engines and GPU code work without FastAPI."""
-    for path in (Path(commands.__file__).parents[1] / "engine").glob("*.py"):
+    for path in Path(engine.__file__).parent.glob("*.py"):
         assert "onchip.server" not in path.read_text(encoding="utf-8"), path
 
 

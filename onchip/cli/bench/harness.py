@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from onchip.cli.bench.measure import alternate, cpu_name, sample_rows
+from onchip.cli.output import STANDARD_OUTPUT
 from onchip.testing import assert_accurate, oracle, rmse
 
 SCHEMA = 1
@@ -179,7 +180,8 @@ class Session:
       PARTS, kv_dtypes chooses 8-bit caches, precision chooses 8-bit operands.
     - flex adds FlexAttention as a peer, seconds is the duration of a load (0: the benchmark's
       default), simulate runs the simulation of machines that are not present.
-    - where replaces the CPU's description in the meta of the results file.
+    - where replaces the CPU's description in the meta of the results file; was_interrupted: Ctrl-C
+      ended the run, and later rows are missing.
     """
 
     quick: bool = False
@@ -201,6 +203,7 @@ class Session:
     where: dict[str, Any] = field(default_factory=dict)
     watch: Callable[[float], dict[str, Any]] = lambda start: {}
     noted: set[str] = field(default_factory=set)
+    was_interrupted: bool = False
 
     def run(self, steps: Iterable[tuple[str, Callable[[], Row | list[Row]]]]) -> None:
         """Run each step, which returns a row or several, or raises RowRefused."""
@@ -333,13 +336,26 @@ def document(rows: list[Row], where: dict[str, Any] | None = None) -> dict[str, 
 
 
 def write_results(rows: list[Row], path: Path, where: dict[str, Any] | None = None) -> None:
-    """Replace the file atomically: a benchmark that is killed leaves all rows measured so far."""
+    """Replace the file atomically: a benchmark that is killed leaves all rows measured so far.
+    path "-": standard output.
+    """
     whole = document(rows, where)
+    if path == STANDARD_OUTPUT:
+        print(json.dumps(whole, indent=1))
+        return
     ordinary = path.is_file() or not path.exists()  # a terminal or a pipe is not replaced
     part = path.with_name(f"{path.name}.part") if ordinary else path
     part.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if ordinary:
         part.replace(path)
+
+
+def describe_rows(session: Session, path: Path | None) -> str:
+    """What an interrupted session has measured, and where it is."""
+    count = "1 row" if len(session.rows) == 1 else f"{len(session.rows)} rows"
+    if path is None:
+        return f"{count} measured; --json FILE would have kept them"
+    return f"{count} measured, written to {'standard output' if path == STANDARD_OUTPUT else path}"
 
 
 def meta() -> dict[str, Any]:

@@ -41,16 +41,14 @@ class LevelTiming(NamedTuple):
 
 def measure(
     device: torch.device, report_progress: Callable[[str, float], None]
-) -> list[LevelTiming]:
+) -> Iterator[LevelTiming]:
     """Measure every level of a device; report_progress(title, done) moves a progress bar."""
     sweep = gpu_levels(device) if device.type == "cuda" else cpu_levels()
     total = len(GPU_SETS) if device.type == "cuda" else len(cpu_sets())
-    rows = []
     report_progress("reading", 0.0)
-    for row in sweep:
-        rows.append(row)
-        report_progress(f"{row.set_bytes >> 10} KB", len(rows) / total)
-    return rows
+    for count, row in enumerate(sweep, 1):
+        report_progress(f"{row.set_bytes >> 10} KB", count / total)
+        yield row
 
 
 def cpu_sets() -> tuple[int, ...]:

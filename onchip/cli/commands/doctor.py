@@ -1,0 +1,84 @@
+"""`onchip doctor`."""
+
+from typing import Any
+
+import click
+
+from onchip.cli import exit_codes
+from onchip.cli.command import Command
+from onchip.cli.options import json_flag, model_option
+from onchip.cli.output import STANDARD_OUTPUT, make_console, print_json
+from onchip.cli.progress import Interruptible, ProgressDisplay
+from onchip.core.extras import require
+
+
+@click.command(
+    cls=Command,
+    examples=(
+        ("onchip doctor", "Versions, devices, and the kernels that they can run."),
+        ("onchip doctor --model Qwen/Qwen3-0.6B", "How this model would be served."),
+        ("onchip doctor --measure --json > machine.json", "All of it for a program."),
+    ),
+)
+@model_option(default=None, help="Report how this model would be served, and nothing else.")
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Measure every memory as well, and on a GPU how long first calls compile.",
+)
+@json_flag("the report")
+def command(model: str | None, measure: bool, as_json: bool) -> int:
+    """Report what this machine can run, and why not the rest.
+
+    With --model the exit code is 1 if the model is not served.
+    """
+    require("onchip doctor", "cli", "rich")
+    if model is not None:
+        return _report_model(model, as_json)
+    from onchip.cli import doctor
+
+    console = make_console(STANDARD_OUTPUT if as_json else None)
+    found = doctor.report() if as_json else {}
+    if not as_json:
+        doctor.print_report(console)
+    work = Interruptible()
+    if measure:
+        with work:
+            found |= _measure(console, as_json)
+    if as_json:
+        print_json(found)
+    work.end("the measurements are not complete")
+    return exit_codes.OK
+
+
+def _report_model(model: str, as_json: bool) -> int:
+    from onchip import models
+    from onchip.cli import doctor
+
+    models.resolve(model)  # raises if there is no such model
+    served, finding = doctor.model_finding(model)
+    if as_json:
+        print_json({"served": served, **finding._asdict()})
+    else:
+        doctor.print_model(make_console(), finding)
+    return exit_codes.OK if served else exit_codes.FAILED
+
+
+def _measure(console: Any, as_json: bool) -> dict[str, Any]:
+    """Measure memories, then first calls. Ctrl-C during the memories leaves those measured."""
+    import torch
+
+    from onchip.cli import doctor
+
+    memories = []
+    with Interruptible() as work, ProgressDisplay(console) as report_progress:
+        for device, row in doctor.measure_levels(report_progress):
+            memories.append((device, row))
+    found = {"memories": [{"device": device, **row._asdict()} for device, row in memories]}
+    if not as_json:
+        doctor.print_levels(console, memories)
+    work.end("")
+    if as_json:
+        return found | {"first_calls": doctor.first_calls() if torch.cuda.is_available() else []}
+    doctor.print_first_calls(console)
+    return found
