@@ -11,7 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -227,9 +227,9 @@ class FirstCall(NamedTuple):
 
 
 def first_calls() -> list[FirstCall]:
-    """Measured by another process with an empty cache; ValueError without a GPU."""
+    """Measured by another process with an empty cache. Without a GPU nothing compiles."""
     if not torch.cuda.is_available():
-        raise ValueError("first calls compile on a GPU only, and torch finds none here")
+        return []
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "onchip.cli.doctor"]
         environment = {**os.environ, "TRITON_CACHE_DIR": folder}
@@ -270,25 +270,35 @@ def _twice(
     return seconds(call, device), seconds(call, device)
 
 
+class DeviceMemory(NamedTuple):
+    """A `levels.LevelTiming` of a device, by torch's name."""
+
+    device: str
+    level: str
+    set_bytes: int
+    bytes_s: float
+    latency_s: float
+
+
 def measure_levels(
     report_progress: Callable[[str, float], None],
-) -> Iterator[tuple[str, levels.LevelTiming]]:
-    """(device, a memory of it) for every device here, by torch's names."""
+) -> Iterator[DeviceMemory]:
+    """Every memory of every device here."""
     for name in here():
         for row in levels.measure(torch.device(name), report_progress):
-            yield name, row
+            yield DeviceMemory(name, *row)
 
 
-def print_levels(console, timings: list[tuple[str, levels.LevelTiming]]) -> None:
+def print_levels(console, memories: Sequence[DeviceMemory]) -> None:
     """What was measured here, then what was published of devices elsewhere."""
     from rich.table import Table
 
     columns = ("", "memory", "bytes", "bandwidth", "latency")
     table = Table(*columns, title="Memories, measured here", title_justify="left")
-    for device, row in timings:
+    for row in memories:
         hidden = "hidden" if row.latency_s == 0 else _latency(row.latency_s)
         cells = human_bytes(row.set_bytes), f"{row.bytes_s / 1e9:.3g} GB/s", hidden
-        table.add_row(device, row.level, *cells)
+        table.add_row(row.device, row.level, *cells)
     console.print(table)
     console.print("bytes: the working set; latency: beyond what the interpreter hides of it.")
     table = Table(*columns, title="Memories, as published", title_justify="left")
@@ -309,7 +319,7 @@ def _latency(latency_s: float | None) -> str:
     return "" if latency_s is None else f"{latency_s * 1e9:.3g} ns"
 
 
-def print_first_calls(console) -> None:
+def print_first_calls(console, calls: Sequence[FirstCall]) -> None:
     """Of a machine with a GPU; a sentence elsewhere."""
     from rich.table import Table
 
@@ -318,7 +328,7 @@ def print_first_calls(console) -> None:
         return
 
     table = Table("call", "kernel", "pass", "first", "next", title="First calls, nothing cached")
-    for c in first_calls():
+    for c in calls:
         table.add_row(c.call, c.kernel, c.way, f"{c.first_s:.2f} s", f"{c.second_s * 1e3:.2f} ms")
     console.print(table)
     console.print("The first line includes Triton's own start. Later processes read the cache.")

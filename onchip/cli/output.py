@@ -44,7 +44,11 @@ def make_console(json: Path | None = None):
     """A rich console; on standard error where JSON takes standard output."""
     from rich.console import Console
 
-    return Console(stderr=json == STANDARD_OUTPUT)
+    class PipedConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would exit with 1, the code of a failed check
+
+    return PipedConsole(stderr=json == STANDARD_OUTPUT)
 
 
 def open_page(url: str) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from typing import Any
 
 PROGRESS_S = 10.0  # between lines of progress where there is no terminal
 
@@ -13,35 +14,42 @@ class ProgressDisplay:
     """
 
     def __init__(self, console):
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            SpinnerColumn,
-            TaskProgressColumn,
-            TimeElapsedColumn,
-        )
-
-        title = "[progress.description]{task.description}"
-        columns = (SpinnerColumn(), BarColumn(24), TaskProgressColumn(), TimeElapsedColumn(), title)
-        self.bar = Progress(*columns, console=console, transient=True)
-        self.task = self.bar.add_task("starting", total=1.0)
-        self.is_shown = console.is_terminal
+        self.bar = _make_bar(console) if console.is_terminal else None
+        self.task = self.bar.add_task("starting", total=1.0) if self.bar else None
         self.began_s = self.printed_s = time.monotonic()
 
     def __enter__(self):
-        self.bar.start()
+        if self.bar:
+            self.bar.start()
         return self._report
 
     def _report(self, title: str, done: float) -> None:
-        self.bar.update(self.task, description=title, completed=done)
+        if self.bar:
+            self.bar.update(self.task, description=title, completed=done)
+            return
         now = time.monotonic()
-        if not self.is_shown and now - self.printed_s >= PROGRESS_S:
+        if now - self.printed_s >= PROGRESS_S:
             self.printed_s = now
             line = f"onchip: {done:4.0%} after {now - self.began_s:.0f} s: {title}"
             print(line, file=sys.stderr, flush=True)
 
     def __exit__(self, *exc: object) -> None:
-        self.bar.stop()
+        if self.bar:
+            self.bar.stop()
+
+
+def _make_bar(console) -> Any:
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        SpinnerColumn,
+        TaskProgressColumn,
+        TimeElapsedColumn,
+    )
+
+    title = "[progress.description]{task.description}"
+    columns = (SpinnerColumn(), BarColumn(24), TaskProgressColumn(), TimeElapsedColumn(), title)
+    return Progress(*columns, console=console, transient=True)
 
 
 class Interruptible:

@@ -1,3 +1,5 @@
+import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ import torch
 
 import benchmarks  # noqa: F401  # its suites join those of `onchip bench`
 import onchip
+from onchip import models
 from onchip.cli import main, options, progress
 from onchip.models import builtin
 from tests.cli.parsing import commands, parse
@@ -218,9 +221,11 @@ def test_explain_lays_keys_into_pages(capsys):
 
 
 def test_a_broken_pipe_is_no_traceback():
-    command = f"{sys.executable} -m onchip doctor | head -n 1"
-    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
-    assert "Traceback" not in done.stderr
+    command = f"{sys.executable} -m onchip doctor | head -n 1; echo ${{PIPESTATUS[0]}}"
+    bash = ["bash", "-c", command]
+    done = subprocess.run(bash, cwd=ROOT, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "Broken" not in done.stderr
+    assert done.stdout.split()[-1] in ("0", "141")  # 0 if the pipe held all of it
 
 
 def test_an_interrupted_command_says_so(monkeypatch, capsys):
@@ -275,3 +280,60 @@ def test_generate_stops_chats_and_refuses(capfd):
     assert out == whole[: whole.index(stop)] and "ended by stop" in err
     assert run("generate", "hello", "--model", "no/such/folder") == 2
     assert "there is no folder no/such/folder" in capfd.readouterr().err
+
+
+def test_json_for_programs(capfd):
+    commands = {
+        "explain": ["explain", "--device", "cpu", "--causal", "--json"],
+        "pages": ["explain", "--device", "cpu", "--page-size", "16", "--json"],
+        "doctor": ["doctor", "--json"],
+        "model": ["doctor", "--model", "no/such", "--json"],
+        "version": ["version", "--json"],
+        "bench": ["bench", "--json"],
+        "generate": ["generate", "And", "--max-tokens", "3", "--device", "cpu", "--json"],
+    }
+    found = {}
+    for name, words in commands.items():
+        assert run(*words) == (2 if name == "model" else 0)
+        out = capfd.readouterr().out
+        found[name] = json.loads(out) if out else None
+    assert found["explain"]["problem"]["causal"] and found["explain"]["kernel"]
+    assert "hopper" in found["explain"]["not_by"] and found["pages"]["problem"]["page_size"] == 16
+    assert {f["subject"] for f in found["doctor"]["machine"]} >= {"Python", "torch", "CPU"}
+    assert found["model"] is None and found["version"]["onchip"] == onchip.__version__
+    assert "cpu" in found["bench"]
+    assert found["generate"]["completion_tokens"] == 3 and found["generate"]["text"]
+
+
+def test_a_served_model_as_json(capsys, tmp_path):
+    models.save(builtin.tiny(), tmp_path)
+    assert run("doctor", "--model", str(tmp_path), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["served"] is True
+
+
+@pytest.mark.parametrize("words", [[], ["-"]])
+def test_a_prompt_from_standard_input(words, monkeypatch, capfd):
+    options = ("--max-tokens", "4", "--temperature", "0", "--ignore-eos", "--device", "cpu")
+    assert run("generate", "And God said", *options) == 0
+    expected = capfd.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("And God said\n"))
+    assert run("generate", *words, *options) == 0
+    assert capfd.readouterr().out == expected
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert run("generate", *words, *options) == 2
+    assert "the prompt is empty" in capfd.readouterr().err
+
+
+def test_a_terminal_is_no_prompt(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert run("generate") == 2
+    assert "missing PROMPT: give a text, or pipe one; see `onchip" in capsys.readouterr().err
+
+
+def test_what_nothing_serves_has_its_own_exit_code(tmp_path, capsys):
+    config = {"model_type": "x", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run("generate", "x", "--model", str(tmp_path)) == 3
+    assert "which is not served" in capsys.readouterr().err
+    assert run("explain", "--kernel", "hopper", "--device", "cpu") == 3
+    assert "hopper" in capsys.readouterr().err

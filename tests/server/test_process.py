@@ -69,6 +69,15 @@ def drive(ask, url, max_tokens, stream):
     return last["error"]["code"] if "error" in last else "done"
 
 
+def test_ctrl_c_ends_the_server_and_says_what_it_did(process, ask, tmp_path):
+    child, url = process("--drain-s", "5")
+    body = {"prompt": "abc", "max_tokens": 3, "ignore_eos": True}
+    assert ask(url, "/v1/completions", body)[0] == 200
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) == 130
+    assert (tmp_path / "log").read_text().endswith("onchip: stopped: 3 tokens were generated\n")
+
+
 def test_a_second_signal_does_not_wait(fake, ask, until):
     engine = fake(step_s=0.01)
     background = BackgroundServer(Server(engine, ServerOptions("fake")), drain_s=60.0)

@@ -1,7 +1,5 @@
 """`onchip doctor`."""
 
-from typing import Any
-
 import click
 
 from onchip.cli import exit_codes
@@ -38,15 +36,21 @@ def command(model: str | None, measure: bool, as_json: bool) -> int:
     from onchip.cli import doctor
 
     console = make_console(STANDARD_OUTPUT if as_json else None)
-    found = doctor.report() if as_json else {}
     if not as_json:
         doctor.print_report(console)
-    work = Interruptible()
-    if measure:
-        with work:
-            found |= _measure(console, as_json)
+    memories, first_calls = [], []
+    with Interruptible() as work:
+        if measure:
+            with ProgressDisplay(console) as report_progress:
+                for memory in doctor.measure_levels(report_progress):
+                    memories.append(memory)
+            first_calls = doctor.first_calls()
     if as_json:
-        print_json(found)
+        measured = {"memories": memories, "first_calls": first_calls} if measure else {}
+        print_json(doctor.report() | measured)
+    elif measure:
+        doctor.print_levels(console, memories)
+        doctor.print_first_calls(console, first_calls)
     work.end("the measurements are not complete")
     return exit_codes.OK
 
@@ -62,23 +66,3 @@ def _report_model(model: str, as_json: bool) -> int:
     else:
         doctor.print_model(make_console(), finding)
     return exit_codes.OK if served else exit_codes.FAILED
-
-
-def _measure(console: Any, as_json: bool) -> dict[str, Any]:
-    """Measure memories, then first calls. Ctrl-C during the memories leaves those measured."""
-    import torch
-
-    from onchip.cli import doctor
-
-    memories = []
-    with Interruptible() as work, ProgressDisplay(console) as report_progress:
-        for device, row in doctor.measure_levels(report_progress):
-            memories.append((device, row))
-    found = {"memories": [{"device": device, **row._asdict()} for device, row in memories]}
-    if not as_json:
-        doctor.print_levels(console, memories)
-    work.end("")
-    if as_json:
-        return found | {"first_calls": doctor.first_calls() if torch.cuda.is_available() else []}
-    doctor.print_first_calls(console)
-    return found
