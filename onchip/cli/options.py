@@ -94,7 +94,7 @@ def kv_dtype_option() -> Callable:
         "--kv-dtype",
         type=click.Choice(KV_DTYPES),
         show_default="as --dtype",
-        help="Type of the 8-bit key/value cache.",
+        help="Store keys and values in 8 bits.",
     )
 
 
@@ -103,7 +103,7 @@ def device_option() -> Callable:
         "--device",
         metavar="DEVICE",
         show_default="cuda if there is one, else cpu",
-        help="torch's name of the device.",
+        help="Device, by torch's name.",
     )
 
 

@@ -99,6 +99,7 @@ def test_importing_onchip_needs_torch_alone():
     ("args", "word"),
     [
         (["bench", "nonsense"], "nonsense"),
+        (["bench", "--json", "cpu"], "--json cpu is a file, and NAME is missing"),
         (["bench", "cpu", "--json", "/no/such/folder/x.json"], "/no/such/folder"),
         (["bench", "cpu", "--plot", "x.svg"], "forward, backward, peak"),
         (["bench", "forward", "--plot", "/no/such/folder/x.svg"], "/no/such/folder"),

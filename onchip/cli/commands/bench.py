@@ -38,7 +38,9 @@ def _complete_name(ctx: Any, param: Any, incomplete: str) -> list[CompletionItem
     "--plot", type=FILE, metavar="FILE", help="Draw speeds or memory to a .svg or .png file."
 )
 @list_option("--only", "PART", "Run these parts of the benchmark.", str)
-@click.option("--threads", type=POSITIVE, default=2, metavar="N", help="Threads on a CPU.")
+@click.option(
+    "--threads", type=POSITIVE, default=2, metavar="N", help="Number of threads on a CPU."
+)
 @list_option("--seqlens", "N", "GPU: measure these sequence lengths.")
 @list_option("--head-dims", "D", "GPU: measure these head dimensions.")
 @click.option("--flex", is_flag=True, help="GPU: measure FlexAttention too, which compiles long.")
@@ -85,6 +87,9 @@ def command(**options: Any) -> int:
 
 
 def _list(args: SimpleNamespace) -> int:
+    if args.json not in (None, STANDARD_OUTPUT):
+        context = click.get_current_context()
+        raise click.UsageError(f"--json {args.json} is a file, and NAME is missing", context)
     if args.json:
         print_json({name: benchmark.summary for name, benchmark in bench.BENCHES.items()})
         return exit_codes.OK

@@ -29,11 +29,11 @@ def _size(name: str, default: int | None, help: str, show_default: str | bool = 
         ("onchip explain --causal --json", "The same facts for a program."),
     ),
 )
-@_size("--batch", 1, "Sequences.")
-@_size("--seqlen", 4096, "Queries of a sequence.")
-@_size("--seqlen-k", None, "Keys of a sequence.", "as many as queries")
-@_size("--heads", 8, "Query heads.")
-@_size("--kv-heads", None, "Key/value heads.", "as many as query heads")
+@_size("--batch", 1, "Number of sequences.")
+@_size("--seqlen", 4096, "Number of queries of a sequence.")
+@_size("--seqlen-k", None, "Number of keys of a sequence.", "as many as queries")
+@_size("--heads", 8, "Number of query heads.")
+@_size("--kv-heads", None, "Number of key/value heads.", "as many as query heads")
 @_size("--head-dim", 64, "Dimension of a head of q and k.")
 @_size("--head-dim-v", None, "Dimension of a head of v.", "as --head-dim")
 @click.option(
@@ -55,7 +55,9 @@ def _size(name: str, default: int | None, help: str, show_default: str | bool = 
     show_default="none none",
     help="Keys left and right of a query's own that it sees; none: all.",
 )
-@click.option("--softcap", type=float, default=0.0, help="Cap scores by this; 0: no cap.")
+@click.option(
+    "--softcap", type=float, default=0.0, metavar="CAP", help="Cap scores by this; 0: no cap."
+)
 @click.option("--dropout", type=float, default=0.0, metavar="P", help="Dropout probability.")
 @click.option("--stats", is_flag=True, help="Return the max logit and the entropy of each row.")
 @click.option(
@@ -66,7 +68,11 @@ def _size(name: str, default: int | None, help: str, show_default: str | bool = 
     help="Store keys and values in pages of this many tokens; the call is causal.",
 )
 @click.option(
-    "--shared", type=int, default=0, metavar="N", help="Keys that all sequences share, in pages."
+    "--shared",
+    type=int,
+    default=0,
+    metavar="N",
+    help="Number of keys that all sequences share, in pages.",
 )
 @click.option("--kernel", metavar="NAME", help="Use this kernel of `onchip doctor`, or refuse.")
 @json_flag("the explanation")

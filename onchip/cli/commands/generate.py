@@ -36,7 +36,11 @@ from onchip.cli.progress import Interruptible
 @model_option()
 @click.option("--chat", is_flag=True, help="Send the prompt as a message to an assistant.")
 @click.option(
-    "--max-tokens", type=POSITIVE, default=64, metavar="N", help="Generate at most this many."
+    "--max-tokens",
+    type=POSITIVE,
+    default=64,
+    metavar="N",
+    help="Generate at most this many tokens.",
 )
 @click.option(
     "--temperature", type=float, default=0.7, metavar="T", help="Temperature; 0 is greedy."

@@ -70,20 +70,26 @@ def _limit(name: str, default: float, metavar: str, help: str):
 @click.option("--seed", type=int, default=0, metavar="N", help="Seed of requests that bring none.")
 @max_model_len_option()
 @click.option(
-    "--max-num-seqs", type=POSITIVE, default=256, metavar="N", help="Samples that run at a time."
+    "--max-num-seqs",
+    type=POSITIVE,
+    default=256,
+    metavar="N",
+    help="Number of samples that run at a time.",
 )
 @click.option(
     "--pages",
     type=POSITIVE,
     metavar="N",
     show_default="as many as fit",
-    help="Pages of the key/value cache.",
+    help="Number of pages of the key/value cache.",
 )
-@click.option("--page-size", type=POSITIVE, default=16, metavar="N", help="Tokens of a page.")
+@click.option(
+    "--page-size", type=POSITIVE, default=16, metavar="N", help="Number of tokens of a page."
+)
 @_limit("--swap-gib", 4.0, "GIB", "Host memory for preempted requests.")
 @_limit("--gpu-memory-utilization", 0.9, "SHARE", "Share of the GPU's memory, with weights.")
 @click.option("--no-prefix-caching", is_flag=True, help="Share no prefixes between requests.")
-@_limit("--max-queue", 4096, "N", "Requests that wait; more get status 429.")
+@_limit("--max-queue", 4096, "N", "Number of requests that wait; more get status 429.")
 @_limit("--max-request-s", 600.0, "S", "Time that a request may take.")
 @_limit("--max-body-mib", 4.0, "MIB", "Size of the body of a request.")
 @_limit("--max-bodies-mib", 64.0, "MIB", "Size of all bodies that are being read.")
