@@ -14,6 +14,7 @@ import benchmarks  # noqa: F401  # its suites join those of `onchip bench`
 from benchmarks import memory
 from onchip.cli import demo, main, tune
 from onchip.cli.bench import cpu, gpu, harness, levels
+from onchip.core.device import DeviceInfo
 from onchip.engine import LLM
 
 
@@ -67,7 +68,9 @@ def test_tune_keeps_its_rows(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(gpu, "run", run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    hopper = DeviceInfo("cuda", "NVIDIA H100", (9, 0))
+    monkeypatch.setattr(tune, "this_gpu", lambda: hopper, raising=False)
     file = tmp_path / "rows.json"
     out, sentence = stopped(capsys, "tune", "--quick", "--json", str(file))
     assert sentence == f"onchip: stopped: 1 row measured, written to {file}"
