@@ -56,7 +56,9 @@ def run(words: list[str], name: str, program: str) -> int:
         return shell_complete(command, {}, program, COMPLETE_VARIABLE, instruction)
     try:
         with command.make_context(program, words) as context:
-            return command.invoke(context) or exit_codes.OK
+            code = command.invoke(context) or exit_codes.OK
+        sys.stdout.flush()  # here, where a broken pipe is caught
+        return code
     except click.exceptions.Exit as end:  # after --help and --version
         return end.exit_code
     except BrokenPipeError:

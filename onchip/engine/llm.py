@@ -33,12 +33,11 @@ class LLM:
     model: a folder with config.json, safetensors and tokenizer.json, the Hub id of a model that was
     downloaded ("org/name", read from the local cache), "tiny" (built in, see `models.builtin`), or
     a model of `onchip.models`; other families run through transformers, slower. tokenizer: another
-    folder or Hub id, or a Tokenizer. max_model_len: tokens of prompt and
-    continuation together; None for the model's own. block_size: slots of a page. swap_space: GiB of
-    host memory for preempted requests. dtype: "auto" for the checkpoint's own. kv_dtype: "fp8"
-    (e4m3) or "int8" for 8-bit pages, of which twice as many fit; None for dtype. seed: for requests
-    without one. enforce_eager: use no CUDA graphs. num_pages: pages of the cache; None for as many
-    as fit.
+    folder or Hub id, or a Tokenizer. max_model_len: tokens of prompt and continuation together;
+    None for the model's own. block_size: slots of a page. swap_space: GiB of host memory for
+    preempted requests. dtype: "auto" for the checkpoint's own. kv_dtype: "fp8" (e4m3) or "int8" for
+    8-bit pages, of which twice as many fit; None for dtype. seed: for requests without one.
+    enforce_eager: use no CUDA graphs. num_pages: pages of the cache; None for as many as fit.
 
     tensor_parallel_size: torchrun starts this many processes, which all make the same calls. All
     ranks must decide alike, so nothing may depend on time: no swapping, no graphs, and metrics

@@ -1,5 +1,6 @@
 """`onchip explain`."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from onchip.core.explain import Explanation
 
 
-def _size(name: str, default: int | None, help: str, show_default: str | bool = True):
+def _size(name: str, default: int | None, help: str, show_default: str | bool = True) -> Callable:
     return click.option(
         name, type=POSITIVE, default=default, metavar="N", help=help, show_default=show_default
     )

@@ -1,5 +1,6 @@
 """`onchip serve`."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from onchip.cli.options import (
 from onchip.core.extras import MissingPackageError, advise
 
 
-def _limit(name: str, default: float, metavar: str, help: str):
+def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
     return click.option(name, type=type(default), default=default, metavar=metavar, help=help)
 
 
