@@ -263,7 +263,9 @@ def test_an_invalid_index_is_refused(folder, index, words):
 
 
 def test_folders_without_a_model_are_refused(folder, tmp_path):
-    refused(tmp_path / "nowhere", "no config.json")
+    refused(tmp_path / "nowhere", "there is no folder")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "no config.json")
     (folder / SINGLE).rename(folder / "a.safetensors")
     assert models.load(folder)
     (folder / "b.safetensors").write_bytes(b"")
