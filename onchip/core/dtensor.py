@@ -82,11 +82,10 @@ def _check_placements(problem: Problem, x: Tensors) -> None:
             kind = dims[name].index(dim)
             shards[kind] = max(shards[kind], _num_shards(t.device_mesh, t.placements, dim))
     _check_heads(problem, shards[HEADS])
-    if any(shards) and problem.dropout_p:
+    if problem.dropout_p:
         raise UnsupportedError(
-            "dropout_p is not served for DTensors that are sharded: every rank would drop the same"
-            " cells of its own heads; use dropout_p=0, or attention on to_local() with a"
-            " dropout_seed for each rank"
+            "dropout_p is not served for DTensors: a rank does not know which of all cells are its"
+            " own; use dropout_p=0, or attention on to_local() with a dropout_seed for each rank"
         )
     if isinstance(x.mask, DeferredRule | BlockMask):
         _check_mask(x.mask, shards)
@@ -187,15 +186,12 @@ class _OpCall:
             yield Partial() if is_sum else placement
 
     def has_whole_groups(self, specs: Sequence[Any], _: Any) -> bool:
-        """Whether every rank has whole groups of heads."""
-        q, dim = specs[list(self.args).index("q") - self._absent], self.dims["q"][HEADS]
+        """Whether every rank has whole groups of heads. specs: of the tensors that are not None."""
+        names = [name for name, arg in self.args.items() if arg is not None]
+        q = specs[names.index("q")]
         heads, kv_heads = (self.args[n].shape[self.dims[n][HEADS]] for n in ("q", "k"))
-        return _divides(_num_shards(q.mesh, q.placements, dim), heads, kv_heads)
-
-    @property
-    def _absent(self) -> int:
-        """Arguments before q that are None: dlse."""
-        return sum(arg is None for arg in list(self.args.values())[: list(self.args).index("q")])
+        ranks = _num_shards(q.mesh, q.placements, self.dims["q"][HEADS])
+        return _divides(ranks, heads, kv_heads)
 
 
 def _forward_rule(schema: OpSchema) -> OpStrategy:
