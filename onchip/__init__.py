@@ -49,8 +49,8 @@ _HOMES = {
     "explain": "core.explain",
     **dict.fromkeys(("LLM", "BeamSearchParams", "RequestOutput", "SamplingParams"), "engine"),
 }
-_MODULES = ("cost", "engine", "integrations", "kvcache", "masks", "models", "parallel", "quant")
-_MODULES += ("testing",)
+_MODULES = ("cost", "engine", "integrations", "kvcache", "masks", "models", "nn", "parallel")
+_MODULES += ("quant", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -54,6 +54,7 @@ ALLOWED = {
         *("core.arguments", "core.backend", "core.problem", "core.torch_mode", "core.validation"),
         *("core.values", "masks", "quant"),
     },
+    "core.dtensor": {"core.problem", "masks"},
     "core.torch_op": {
         *("core.backend", "core.call_cache", "core.derivatives", "core.device", "core.dispatch"),
         *("core.flops", "core.paged", "core.problem", "core.torch_mode", "core.validation"),
@@ -81,6 +82,7 @@ ALLOWED = {
         *("core.device", "core.extras", "core.files", "core.functional", "core.machine"),
         *("core.problem", "kvcache", "models", "parallel"),
     },
+    "nn": {"core.arguments", "core.functional", "core.problem", "masks", "models"},
     "server": {"core.extras", "core.hub_cache", "core.problem", "engine", "models"},
     "integrations": {
         *("core.backend", "core.call_cache", "core.device", "core.functional", "core.problem"),
@@ -102,11 +104,12 @@ ALLOWED = {
 _BACKENDS = {"kernels.cpu", "kernels.triton", "kernels.hopper"}
 LAZY = {
     "core.dispatch": _BACKENDS,
-    "core.torch_op": {"kernels.triton"},
+    "core.torch_op": {"core.dtensor", "kernels.triton"},
     "core.functional": {"kernels.cpu", "kernels.triton"},
     "kernels.hopper": {"kernels.triton"},
     "kvcache": {"kernels.llm"},
     "models": {"kernels.llm"},
+    "nn": {"core.dtensor"},
     "parallel": {"kernels.triton"},
     "engine": {"kernels.llm"},
     "integrations": {"kernels.llm", "kernels.triton"},
@@ -115,7 +118,9 @@ LAZY = {
 FREE = {"__main__", "cli", "lab"}
 ONLY_UNDER = {
     "triton": ("kernels/triton", "kernels/hopper", "kernels/llm", "kernels/runtime/raw_launch.py"),
-    "torch.distributed": ("parallel", "integrations/flash_attn/collectives.py"),
+    "torch.distributed": (
+        *("core/dtensor.py", "parallel", "integrations/flash_attn/collectives.py"),
+    ),
     "transformers": ("models/interface.py", "integrations"),
     "click": ("cli",),
     "rich": ("cli", "engine/progress.py"),

@@ -1,12 +1,14 @@
 """Formulas for torch's FlopCounterMode. They count the multiply-adds of the matrix products, two
 operations each, over every pair of a query and a key of one sequence. Pairs that causal, window and
-masks hide are counted, too, as in torch's formula for scaled_dot_product_attention.
+masks hide are counted, too, as in torch's formula for scaled_dot_product_attention, so that the
+numbers of both compare. `onchip.explain` and `Problem.flops` count the visible pairs alone.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from onchip.core.problem import Problem, Tensors
@@ -25,23 +27,33 @@ def backward_flops(problem: Problem, x: Tensors) -> int:
 
 
 def _pairs(problem: Problem, x: Tensors) -> int:
-    """Pairs over all sequences and heads. cu_seqlens without values (fake tensors): as if every
-    sequence had the maximum length.
+    """Pairs over all sequences and heads. Lengths without values (fake and meta tensors): as if
+    every sequence had the maximum length, which for pages is a full row of the page table.
     """
-    lengths = problem.seqlen_q, problem.seqlen_k
-    if problem.page_size or not problem.packed or type(x.cu_seqlens_q) is not torch.Tensor:
-        return problem.batch * problem.num_heads * lengths[0] * lengths[1]
-    sizes = x.cu_seqlens_q.diff() * x.cu_seqlens_k.diff().long()
-    return problem.num_heads * int(sizes.sum())
+    lengths_q: Any = problem.seqlen_q
+    lengths_k: Any = problem.seqlen_k
+    if _has_values(x.cu_seqlens_q):
+        lengths_q = x.cu_seqlens_q.diff().long()
+    if _has_values(x.cu_seqlens_k):
+        lengths_k = x.cu_seqlens_k.diff()
+    elif _has_values(x.cache_seqlens):
+        lengths_k = x.cache_seqlens
+    pairs = lengths_q * lengths_k
+    per_head = int(pairs.sum()) if isinstance(pairs, Tensor) else problem.batch * pairs
+    return problem.num_heads * per_head
+
+
+def _has_values(lengths: Tensor | None) -> bool:
+    return type(lengths) is Tensor and not lengths.is_meta
 
 
 def register_flop_formulas(formulas: dict[Any, Formula]) -> None:
-    """Add formulas to the active FlopCounterModes. Registering them with torch at import would
-    import torch.utils.flop_counter, which takes a second.
+    """Add formulas to torch's registry, if it is loaded, and to the active FlopCounterModes, which
+    copied the registry when they were made. Loading it here would cost `import onchip` a second.
+    torch.compile loads it: the fakes of the ops call this when a graph is traced.
     """
-    if torch.compiler.is_compiling():
-        return
+    registry = getattr(sys.modules.get("torch.utils.flop_counter"), "flop_registry", {})
+    registry.update(formulas)
     for mode in _get_current_dispatch_mode_stack():
-        registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
-        if registry is not None:
-            registry.update(formulas)
+        registry = getattr(getattr(mode, "counter", mode), "flop_registry", {})
+        registry.update(formulas)

@@ -19,7 +19,7 @@ from onchip.core.dispatch import resolve_precision
 from onchip.core.problem import Options, Tensors, Window, resolve_layout
 from onchip.core.state import merge_out_lse
 from onchip.core.torch_mode import is_autocast, is_eager, is_traced
-from onchip.core.validation import check_tensor, describe
+from onchip.core.validation import check_tensor, describe, refuse_distributed
 from onchip.cost.prefixes import costs
 from onchip.fold import cascade, offload
 from onchip.masks.blockmask import BlockMask
@@ -245,6 +245,7 @@ def cascade_attention(
     """
     if unknown:
         refuse_unknown("cascade_attention", unknown, cascade_attention.__kwdefaults__)
+    refuse_distributed("cascade_attention", q, k_pages, v_pages)
     if plan is not None and cu_seqlens_q is not None:
         raise ValueError("the plan holds the lengths of the queries: give plan or cu_seqlens_q")
     check_flag("return_lse", return_lse)
@@ -358,6 +359,7 @@ def offload_attention(
     """
     if unknown:
         refuse_unknown("offload_attention", unknown, offload_attention.__kwdefaults__)
+    refuse_distributed("offload_attention", q)
     check_flag("causal", causal)
     check_flag("return_lse", return_lse)
     if segment_bytes is not None:
@@ -425,6 +427,7 @@ def attention_weights(
     """
     if unknown:
         refuse_unknown("attention_weights", unknown, attention_weights.__kwdefaults__)
+    refuse_distributed("attention_weights", q, k)
     options = Options(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap
     )

@@ -92,8 +92,13 @@ def attend(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
             return _attend_with_grad(call, x, kernel)
         return run(call, x, kernel)
     problem = call.problem
-    register_flop_formulas(_FLOPS)
-    out, lse, stats = _ATTENTION(*_flatten(problem, x, kernel), problem.precise_delta)
+    _count_flops()
+    args = _flatten(problem, x, kernel)
+    if hasattr(x.q, "device_mesh"):
+        from onchip.core.dtensor import distribute
+
+        args = distribute(problem, x, args)
+    out, lse, stats = _ATTENTION(*args, problem.precise_delta)
     return Result(out, lse, Stats(*stats.unbind(0)) if problem.return_stats else None)
 
 
@@ -291,7 +296,7 @@ def _gradients(call: CachedCall, x: Tensors, kernel: str | None, saved: tuple) -
     """The gradients of `_differentiable(x)`. saved: (out, lse, dout, dlse)."""
     if is_eager(x.q):
         return run_backward(call, x, kernel, *saved)
-    register_flop_formulas(_FLOPS)
+    _count_flops()
     out, lse, dout, dlse = saved  # the forward was eager, its backward is being compiled
     args = _flatten(call.problem, x, kernel)
     grads = _backward_op(args[-1])(dout, dlse, out, lse, *args)
@@ -527,6 +532,7 @@ def _attention_fake(*args):
 
 
 def _forward_fake(*args):
+    register_flop_formulas(_FLOPS)
     problem, x, _ = _unflatten(args)
     out, lse = empty_result(problem, x)
     return out, lse, lse.new_empty(2, *lse.shape) if problem.return_stats else _empty(lse)
@@ -540,6 +546,11 @@ def _backward_fake(dout, dlse, out, lse, *args):
         for t in (x.bias, x.sinks)
     )
     return dq, dk, dv, *extras
+
+
+def _count_flops() -> None:
+    if not torch.compiler.is_compiling():  # Dynamo need not trace it: the fakes call it
+        register_flop_formulas(_FLOPS)
 
 
 def _forward_flops(*args, **_: Any) -> int:
@@ -686,6 +697,8 @@ _FLOPS = {
     torch.ops.onchip.attention: _forward_flops,
     torch.ops.onchip.forward: _forward_flops,
     torch.ops.onchip.forward_deferred: _forward_flops,
+    torch.ops.onchip.gradients: _backward_flops,
     torch.ops.onchip.backward: _backward_flops,
     torch.ops.onchip.backward_deferred: _backward_flops,
 }
+register_flop_formulas(_FLOPS)

@@ -96,11 +96,14 @@ def check_tensor(name: str, t: object) -> None:
         )
     if t.layout != torch.strided:
         raise UnsupportedError(f"{name} has layout {t.layout}: call {name}.to_dense()")
-    if hasattr(t, "device_mesh"):
+
+
+def refuse_distributed(function: str, *tensors: object) -> None:
+    """Raise if one of the tensors is a DTensor."""
+    if any(hasattr(t, "device_mesh") for t in tensors):
         raise UnsupportedError(
-            f"{name} is a DTensor: call attention on the local batch entries and heads, inside of"
-            " torch.distributed.tensor.experimental.local_map or with to_local(); a sequence that"
-            " ranks share is for onchip.parallel.context_parallel_attention"
+            f"{function} does not take DTensors: call it with to_local() of each of them, the part"
+            " of this rank"
         )
 
 

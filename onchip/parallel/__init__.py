@@ -1,4 +1,4 @@
-"""One computation on several ranks. No other package of onchip imports torch.distributed."""
+"""One computation on several ranks."""
 
 from importlib import import_module
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from onchip.core.derivatives import refuse_transforms
 from onchip.core.functional import autocast, seed_tensor
 from onchip.core.problem import Options, Tensors, UnsupportedError, Window
-from onchip.core.validation import check_qkv, describe
+from onchip.core.validation import check_qkv, describe, refuse_distributed
 from onchip.masks import BlockMask, as_mask
 from onchip.parallel import digests
 from onchip.parallel.comm import Comm
@@ -71,6 +71,7 @@ def context_parallel_attention(
     default rank 0 draws it.
     """
     refuse_transforms("context_parallel_attention", q, k, v, sinks)
+    refuse_distributed("context_parallel_attention", q, k, v)
     ranks = as_ranks(group)
     q, k, v = autocast(q, k, v)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()

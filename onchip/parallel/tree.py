@@ -21,7 +21,7 @@ from onchip.core.derivatives import refuse_transforms
 from onchip.core.functional import UNBOUNDED, attention, paged_attention
 from onchip.core.problem import SCORE_OPTIONS, UnsupportedError, Window
 from onchip.core.state import add_sink, finalize, merge_out_lse, resume
-from onchip.core.validation import check_layout, check_window
+from onchip.core.validation import check_layout, check_window, refuse_distributed
 from onchip.parallel import digests
 from onchip.parallel.comm import Comm, as_comm
 
@@ -340,6 +340,7 @@ def _check(options: dict[str, object], tensors: Sequence[Tensor | None]) -> None
     for name in sorted(set(options) - OPTIONS):
         raise UnsupportedError(f"decoding over several ranks does not take {name}")
     refuse_transforms("decoding over several ranks", *tensors)
+    refuse_distributed("decoding over several ranks", *tensors)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise UnsupportedError(
             "decoding over several ranks has no gradient: call it under torch.no_grad(), or train"
