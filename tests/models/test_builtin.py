@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onchip import LLM, SamplingParams
-from onchip.models import builtin, save
+from onchip.models import builtin, load, save
 
 VERSE = "And God saw the light, that it was good: and God divided the light from the darkness."
 
@@ -65,5 +65,12 @@ def test_its_card_states_source_and_quality():
     config = json.loads((builtin.FOLDER / "config.json").read_text())
     assert f"{config['max_position_embeddings']:,}" in card
     assert f"{sum(w.numel() for w in builtin.tiny().parameters()):,} parameters" in card
-    for text in ("King James", "bits per byte", "commit", "examples/train_lm.py", "examples/quantise_lm.py"):
+    programs = ("examples/train_lm.py", "examples/quantise_lm.py")
+    for text in ("King James", "bits per byte", "commit", *programs):
         assert text in card
+
+
+def test_its_folder_is_refused_as_a_checkpoint():
+    """Its matrices are integers: without their scales they would be wrong weights."""
+    with pytest.raises(ValueError, match="tensors are not part of the model: .*scale"):
+        load(builtin.FOLDER)
