@@ -24,7 +24,7 @@ def quantise(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if tensor.dim() != 2:
             stored[name] = tensor
             continue
-        # The division: a scale that underflows or is 0 would give NaN.
+        # At least the smallest normal number: a row of zeros would be divided by 0.
         scale = (tensor.float().abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
         stored[name] = (tensor.float() / scale[:, None]).round().to(torch.int8)
         stored[name + SCALE] = scale
