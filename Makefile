@@ -22,7 +22,7 @@ NONE := || [ $$? = 5 ]
 # The oldest supported Triton, in a folder that precedes the environment on the path: no second torch is needed.
 OLDEST := $(VENV)/triton36
 
-.PHONY: help demo test test-extras test-all slow ci-setup programs triton36 upstream ring lint style types format lock clean
+.PHONY: help demo test test-extras test-all slow ci-setup programs triton36 upstream ring lint style types format lock dist dist-check clean
 
 help:
 	@echo "make demo         set up $(VENV) and run 'onchip demo' (about a minute)"
@@ -37,6 +37,8 @@ help:
 	@echo "make lint         ruff (make style) and basedpyright (make types)"
 	@echo "make format       rewrite the files with ruff"
 	@echo "make lock         write constraints-hashed.txt from constraints.txt and the hashes of the package index"
+	@echo "make dist         write the source distribution and the wheel to dist/"
+	@echo "make dist-check   install the wheel, the source distribution and a clone into empty environments: PYTHONS=..."
 	@echo "make clean        remove $(VENV) and the caches of tools"
 
 demo: $(VENV)/.run
@@ -103,6 +105,15 @@ format: $(VENV)/.dev
 
 lock: $(VENV)/.test
 	@$(BIN)/python tests/lock.py
+
+# The wheel is built from the source distribution, so a file that is missing there fails here. Nothing is fetched.
+dist: $(VENV)/.dev
+	@rm -rf dist && $(BIN)/python -m build --no-isolation --outdir dist .
+
+# One Python or several: make dist-check PYTHONS="python3.11 python3.13". pip fetches torch and setuptools.
+PYTHONS ?= $(PYTHON)
+dist-check: dist
+	@$(BIN)/python tests/install.py $(PYTHONS)
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis onchip-demo.html

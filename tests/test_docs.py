@@ -12,7 +12,7 @@ from tests.cli.parsing import parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")),
+    *(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "SECURITY")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 EVERY_PAGE = [

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-_LAZY = ("diffusers", "flash_attn", "flex", "sdpa", "transformers")
+_LAZY = ("diffusers", "flash_attn", "flex", "kernels_hub", "sdpa", "transformers")
 
 
 def __getattr__(name: str):

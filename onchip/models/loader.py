@@ -5,7 +5,7 @@ checked against the config before a parameter is allocated, so the files bound t
 """
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,19 @@ def load(
     read = _reader(checkpoint)
     _check_tied(checkpoint, read)
     decoder = Decoder(checkpoint.config, device, dtype or checkpoint.dtype, shard)
-    parameters = dict(decoder.named_parameters())
-    for target in checkpoint.targets:
-        _fill(parameters[target.name], target, read, shard)
+    _fill(decoder, checkpoint.targets, read, shard)
+    return decoder
+
+
+def from_tensors(
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Decoder:
+    """The decoder with these weights, under the names that `save` gives them."""
+    decoder = Decoder(config, device, dtype)
+    _fill(decoder, targets(config), tensors.__getitem__, Shard())
     return decoder
 
 
@@ -203,8 +213,16 @@ def _check_tied(checkpoint: Checkpoint, read: Callable[[str], Tensor]) -> None:
         raise ValueError(f"tie_word_embeddings is true, but {head} and {embed} differ")
 
 
-@torch.no_grad()
 def _fill(
+    decoder: Decoder, wanted: Iterable[Target], read: Callable[[str], Tensor], shard: Shard
+) -> None:
+    parameters = dict(decoder.named_parameters())
+    for target in wanted:
+        _fill_one(parameters[target.name], target, read, shard)
+
+
+@torch.no_grad()
+def _fill_one(
     parameter: nn.Parameter, target: Target, read: Callable[[str], Tensor], shard: Shard
 ) -> None:
     at = 0

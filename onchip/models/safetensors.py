@@ -22,7 +22,8 @@ from onchip.core.files import open_regular
 
 MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+STORED_DTYPES = DTYPES | {"I8": torch.int8}  # weights are DTYPES; `int8_weights` makes them of I8
+_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 # Bits per element of every dtype of the format.
 BITS = {
     **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
@@ -61,10 +62,16 @@ def header(file: Path) -> dict[str, TensorEntry]:
 
 def read(entry: TensorEntry, mapped: Tensor) -> Tensor:
     """The tensor of an entry, a view of its mapped file."""
-    raw, dtype = mapped[entry.start : entry.end], DTYPES[entry.dtype]
+    raw, dtype = mapped[entry.start : entry.end], STORED_DTYPES[entry.dtype]
     # A header may have any length: unaligned elements are copied.
     raw = raw.clone() if entry.start % dtype.itemsize else raw
     return raw.view(dtype).view(entry.shape)
+
+
+def read_all(file: Path) -> dict[str, Tensor]:
+    """Every tensor of a file whose dtypes are all among STORED_DTYPES."""
+    mapped = map_file(file)
+    return {name: read(entry, mapped) for name, entry in header(file).items()}
 
 
 def map_file(file: Path) -> Tensor:

@@ -1,12 +1,14 @@
 """The built-in model."""
 
+import hashlib
 import json
 import math
 
+import pytest
 import torch
 
 from onchip import LLM, SamplingParams
-from onchip.models import builtin
+from onchip.models import builtin, load, save
 
 VERSE = "And God saw the light, that it was good: and God divided the light from the darkness."
 
@@ -43,12 +45,32 @@ def test_it_writes_words():
     assert sum(word.strip(",.;:").lower() in common for word in words) >= len(words) / 4
 
 
+def test_transformers_loads_what_is_saved_of_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = builtin.tiny(dtype=torch.bfloat16)
+    save(model, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokens = torch.tensor([list(VERSE.encode())])
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        logits = builtin.tiny().logits(builtin.tiny().full(tokens))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_its_card_states_source_and_quality():
     card = (builtin.FOLDER / "MODEL_CARD.md").read_text()
-    size = (builtin.FOLDER / "model.safetensors").stat().st_size
-    assert size <= 12e6 and f"{size:,} bytes" in card
+    content = builtin.WEIGHTS.read_bytes()
+    assert len(content) <= 6e6 and f"{len(content):,} bytes" in card
+    assert hashlib.sha256(content).hexdigest() in card
     config = json.loads((builtin.FOLDER / "config.json").read_text())
     assert f"{config['max_position_embeddings']:,}" in card
     assert f"{sum(w.numel() for w in builtin.tiny().parameters()):,} parameters" in card
-    for text in ("King James", "bits per byte", "commit", "examples/train_lm.py"):
+    programs = ("examples/train_lm.py", "examples/quantise_lm.py")
+    for text in ("King James", "bits per byte", "commit", *programs):
         assert text in card
+
+
+def test_its_folder_is_refused_as_a_checkpoint():
+    """Its matrices are integers: without their scales they would be wrong weights."""
+    with pytest.raises(ValueError, match="tensors are not part of the model: .*scale"):
+        load(builtin.FOLDER)
