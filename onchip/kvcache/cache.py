@@ -64,6 +64,12 @@ class KVCache:
     copied, written and read in the order of that stream.
     """
 
+    max_seqlen: int
+    pages: PageTensors
+    pool: Pool
+    prefix: PrefixIndex
+    host_table: HostTable
+
     def __init__(
         self,
         spec: Spec,

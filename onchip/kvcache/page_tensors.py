@@ -101,6 +101,11 @@ class PageTensors:
     sequence's length and free pages hold arbitrary values, NaN included; no kernel reads them.
     """
 
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+
     def __init__(self, spec: Spec, pool: Pool):
         if pool.num_pages * spec.page_size >= 2**31:
             raise ValueError(

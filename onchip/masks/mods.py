@@ -156,7 +156,11 @@ class Mask:
     def __or__(self, other: "Mask") -> "Mask":
         return self._join(other, "|", nodes.either)
 
-    __rand__, __ror__ = __and__, __or__
+    def __rand__(self, other: "Mask") -> "Mask":
+        return self & other
+
+    def __ror__(self, other: "Mask") -> "Mask":
+        return self | other
 
     def __invert__(self) -> "Mask":
         return Mask("~{}", (self,), partial(_invert, self), self.depends)

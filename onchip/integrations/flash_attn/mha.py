@@ -32,6 +32,12 @@ def get_alibi_slopes(nheads: int) -> list[float]:
 class _AttentionModule(nn.Module):
     """The options of the attention modules."""
 
+    causal: bool
+    softmax_scale: float | None
+    drop: nn.Dropout
+    window_size: tuple[int, int]
+    deterministic: bool
+
     def __init__(
         self,
         causal=False,
@@ -151,6 +157,23 @@ class MHA(nn.Module):
     """Projections around the attention modules. Parameters: Wqkv, or Wq and Wkv with cross_attn,
     and out_proj. fused_bias_fc, upstream's fused Linear, has no effect here.
     """
+
+    head_dim: int
+    num_heads_kv: int
+    cross_attn: bool
+    causal: bool
+    layer_idx: int | None
+    use_flash_attn: bool
+    return_residual: bool
+    rotary_emb_dim: int
+    checkpointing: bool
+    rotary_emb: RotaryEmbedding
+    Wq: nn.Linear
+    Wkv: nn.Linear
+    Wqkv: nn.Linear
+    inner_attn: FlashSelfAttention | SelfAttention
+    inner_cross_attn: FlashCrossAttention | CrossAttention
+    out_proj: nn.Linear
 
     def __init__(
         self, embed_dim, num_heads, num_heads_kv=None, cross_attn=False, qkv_proj_bias=True,

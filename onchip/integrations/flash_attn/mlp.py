@@ -23,6 +23,11 @@ def sqrelu_fwd(x: Tensor) -> Tensor:
 class Mlp(nn.Module):
     """fc2(activation(fc1(x)))"""
 
+    return_residual: bool
+    activation: Callable[[Tensor], Tensor]
+    fc1: nn.Linear
+    fc2: nn.Linear
+
     def __init__(
         self, in_features, hidden_features=None, out_features=None,
         activation: Callable[[Tensor], Tensor] = F.gelu, bias1=True, bias2=True,
@@ -42,6 +47,11 @@ class Mlp(nn.Module):
 
 class GatedMlp(nn.Module):
     """fc2(y * activation(gate)), where fc1(x) holds y, then gate."""
+
+    return_residual: bool
+    activation: Callable[[Tensor], Tensor]
+    fc1: nn.Linear
+    fc2: nn.Linear
 
     def __init__(
         self, in_features, hidden_features=None, out_features=None,
@@ -93,6 +103,8 @@ class FusedMLP(Mlp):
 
 class FusedDense(nn.Linear):
     """A Linear. return_residual: (y, x)."""
+
+    return_residual: bool
 
     def __init__(
         self, in_features, out_features, bias=True, return_residual=False, device=None, dtype=None

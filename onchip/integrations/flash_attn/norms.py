@@ -73,6 +73,11 @@ def rms_norm_fn(
 class RMSNorm(nn.Module):
     """rms_norm_fn as a module, of ops.triton.layer_norm."""
 
+    eps: float
+    zero_centered_weight: bool
+    drop: nn.Dropout | None
+    weight: nn.Parameter
+
     def __init__(
         self,
         hidden_size,
@@ -143,6 +148,11 @@ def dropout_add_rms_norm(
 class _DropoutAddNorm(nn.Module):
     """The modules of ops.layer_norm and ops.rms_norm."""
 
+    prenorm: bool
+    p: float
+    eps: float
+    residual_in_fp32: bool
+    weight: nn.Parameter
     has_bias: bool
     is_rms_norm: bool
 

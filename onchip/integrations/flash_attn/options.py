@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class FlashArguments(NamedTuple):
     return_attn_probs: bool = False
 
     @property
-    def scores(self) -> dict:
+    def scores(self) -> dict[str, Any]:
         """The options of onchip.attention that determine the probabilities. A softcap of 0 or less
         is off.
         """
@@ -39,7 +39,7 @@ class FlashArguments(NamedTuple):
         }
 
     @property
-    def options(self) -> dict:
+    def options(self) -> dict[str, Any]:
         """All options of onchip.attention."""
         rest = {"dropout_p": self.dropout_p, "deterministic": bool(self.deterministic)}
         return self.scores | rest
