@@ -88,7 +88,7 @@ ALLOWED = {
     "server": {"core.extras", "core.hub_cache", "core.problem", "engine", "models"},
     "integrations": {
         *("core.backend", "core.call_cache", "core.device", "core.functional", "core.problem"),
-        *("core.torch_mode", "core.torch_op", "core.validation", "core.values"),
+        *("core.signatures", "core.torch_mode", "core.torch_op", "core.validation", "core.values"),
         *("kernels.cpu", "masks", "models"),
     },
     "__init__": {

@@ -60,6 +60,11 @@ def attention(
 ) -> tuple[Tensor, Tensor, Stats]: ...  # fmt: skip
 @overload
 def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, return_stats: No = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_stats: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Outputs: ...  # fmt: skip
@@ -154,6 +159,12 @@ def varlen_attention(
 @overload
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, *, return_lse: bool, return_stats: No = False,
+    **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, *, return_lse: bool = False, return_stats: bool = False,
     **options: Unpack[VarlenOptions],
 ) -> Outputs: ...  # fmt: skip
@@ -230,6 +241,11 @@ def paged_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
     return_lse: Yes, return_stats: Yes, **options: Unpack[PagedOptions],
 ) -> tuple[Tensor, Tensor, Stats]: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
+    return_lse: bool, return_stats: No = False, **options: Unpack[PagedOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def paged_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,

@@ -46,12 +46,17 @@ class CascadeOptions(CallOptions, total=False):
     cu_seqlens_q: Tensor | None
 
 
-class PagedOptions(CallOptions, total=False):
-    """Options of paged_attention."""
+class ScoreOptions(CallOptions, total=False):
+    """Options of the functions over dense, packed and paged keys."""
 
     window_size: Window
     alibi_slopes: Tensor | None
     deterministic: bool
+
+
+class PagedOptions(ScoreOptions, total=False):
+    """Options of paged_attention."""
+
     k_scales: Tensor | None
     v_scales: Tensor | None
     cu_seqlens_q: Tensor | None
@@ -59,14 +64,11 @@ class PagedOptions(CallOptions, total=False):
     tree_mask: Tensor | None
 
 
-class TrainingOptions(CallOptions, total=False):
+class TrainingOptions(ScoreOptions, total=False):
     """Options of the functions that have a gradient."""
 
-    window_size: Window
-    alibi_slopes: Tensor | None
     dropout_p: float
     dropout_seed: int | Tensor | None
-    deterministic: bool
     precise_delta: bool
 
 

@@ -51,7 +51,7 @@ class SwapStatus(Enum):
 class SequenceGroup:
     """Sequences that were swapped out together: returned by `swap_out`, taken by `swap_in`."""
 
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[caches.Sequence, ...]
 
     def __init__(self, sequences: Sequence[caches.Sequence], pages: list[int], chunks: list[int]):
         self.sequences = tuple(sequences)

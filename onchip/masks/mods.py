@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 from weakref import WeakValueDictionary
 
 import torch
@@ -421,6 +421,12 @@ def _depends_on_flex(planes: Planes, fn: Callable, device: torch.device) -> Plan
     return per_batch or planes[0], per_head or planes[1]
 
 
+@overload
+def as_mask(mask: BlockMask) -> BlockMask: ...
+@overload
+def as_mask(mask: "Mask | FlexBlockMask | Tensor | MaskMod") -> Mask: ...
+@overload
+def as_mask(mask: object) -> Mask | BlockMask: ...
 def as_mask(mask: object) -> Mask | BlockMask:
     """The values of `mask=`: a Mask or BlockMask is returned unchanged; a mask_mod function, a
     dense bool tensor, the bounds of `spans` or a FlexAttention BlockMask becomes a Mask. Anything

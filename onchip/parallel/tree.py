@@ -20,7 +20,7 @@ from onchip.core.backend import accumulator_dtype
 from onchip.core.derivatives import refuse_transforms
 from onchip.core.functional import UNBOUNDED, attention, paged_attention
 from onchip.core.problem import SCORE_OPTIONS, UnsupportedError, Window
-from onchip.core.signatures import CallOptions, No, Yes
+from onchip.core.signatures import No, ScoreOptions, Yes
 from onchip.core.state import add_sink, finalize, merge_out_lse, resume
 from onchip.core.validation import check_layout, check_window
 from onchip.parallel import digests
@@ -35,21 +35,13 @@ KeyRange = tuple[int, int]  # (position of a rank's first key, positions in all)
 SECOND_MESSAGE_BYTES = 512 << 10
 
 
-class DecodeOptions(CallOptions, total=False):
-    """Options of both functions."""
-
-    window_size: Window
-    alibi_slopes: Tensor | None
-    deterministic: bool
-
-
-class TreeOptions(DecodeOptions, total=False):
+class TreeOptions(ScoreOptions, total=False):
     """Options of tree_attention."""
 
     place: KeyRange | None
 
 
-class TreePagedOptions(DecodeOptions, total=False):
+class TreePagedOptions(ScoreOptions, total=False):
     """Options of tree_paged_attention."""
 
     places: Sequence[KeyRange] | None

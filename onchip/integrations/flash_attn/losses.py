@@ -58,7 +58,9 @@ class CrossEntropyLoss(nn.Module):
         self.lse_square_scale, self.inplace_backward = lse_square_scale, inplace_backward
         self.process_group, self.return_z_loss = process_group, return_z_loss
 
-    def forward(self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None):
+    def forward(
+        self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """input: (rows, classes); target: (rows,). loss, or (loss, z_loss)."""
         both = cross_entropy_loss(
             input,
