@@ -288,7 +288,7 @@ def _paged(
     block_table: Tensor,
 ) -> FlashResult:
     """Without gradient even if an input requires one: flash_attn's backward has no block_table."""
-    lengths, used = (*lengths[:2], as_int(lengths[2]), lengths[3]), (table, None, None)
+    lengths, used = (*lengths[:2], as_int(lengths[2]), lengths[3]), (block_table, None, None)
     return_lse = bool(arguments.return_attn_probs)
     result = attend_in_pages(contiguous(q), k, v, lengths, arguments, used, return_lse)
     return (result[0], flash_lse(result[1]), q.new_empty(0)) if return_lse else cast(Tensor, result)
