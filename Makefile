@@ -116,7 +116,7 @@ dist-check: dist
 	@$(BIN)/python tests/install.py $(PYTHONS)
 
 clean:
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis onchip-demo.html
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis onchip-demo.html
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # If $(PYTHON) has torch 2.11 or later, the environment includes the packages of $(PYTHON), and only missing packages

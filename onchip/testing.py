@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ class Packed(NamedTuple):
     cu_seqlens_k: Tensor
 
     @property
-    def options(self) -> dict:
+    def options(self) -> dict[str, Any]:
         """The other arguments of `onchip.varlen_attention` and `oracle`."""
         longest = lambda cu: int(cu.diff().max()) if len(cu) > 1 else 0
         return {
@@ -103,7 +103,7 @@ class Packed(NamedTuple):
 
 
 def make_packed(
-    seqlens_q: list[int], seqlens_k: list[int] | None = None, *, seed: int = 0, **kwargs
+    seqlens_q: list[int], seqlens_k: list[int] | None = None, *, seed: int = 0, **kwargs: Any
 ) -> Packed:
     """`make_qkv` for packed sequences of these lengths (0 is allowed); same keywords."""
     seqlens_k = seqlens_q if seqlens_k is None else seqlens_k
@@ -288,7 +288,7 @@ class Oracle(NamedTuple):
     entropy: Tensor
 
 
-def oracle(q: Tensor, k: Tensor, v: Tensor, **options) -> Oracle:
+def oracle(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Oracle:
     """Attention in fp64, differentiable in q, k, v, bias and sinks, through out and through lse.
 
     `s = softcap tanh(softmax_scale q.k / softcap) - slope |i + seqlen_k - seqlen_q - j| + bias`
@@ -300,7 +300,7 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, **options) -> Oracle:
     return Oracle(*_answer(_exact, torch.float64, q, k, v, _Options(**options)))
 
 
-def unfused(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+def unfused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """`out` of plain PyTorch: matmul, softmax, matmul, every result in q's dtype."""
     return _answer(_plain, q.dtype, q, k, v, _Options(**options))[0]
 
@@ -312,7 +312,7 @@ def rounding_model(
     *,
     dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
-    **options,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` in fp64, where only the inputs and the outputs of 16-bit matmuls are rounded.
 
@@ -501,13 +501,13 @@ class _Yardsticks(NamedTuple):
 
 
 def assert_accurate(
-    attention: Callable | Tensor | tuple,
+    attention: Callable[..., Any] | Tensor | tuple[Any, ...],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     grad: bool | Collection[str] = False,
-    **options,
+    **options: Any,
 ) -> Report:
     """Test `attention(q, k, v, **options)` by the rule; AssertionError with the table if it fails.
 

@@ -17,7 +17,7 @@ class CachedCall(NamedTuple):
     """
 
     problem: Problem
-    cache: dict[tuple, Any] | None = None
+    cache: dict[tuple[Any, ...], Any] | None = None
 
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ def _signature(describe: Describe, x: Tensors, options: Options | Problem, lengt
     return tuple(key)
 
 
-def insert_bounded(table: dict, key: tuple, value: T, max_entries: int) -> T:
+def insert_bounded(table: dict[Any, T], key: tuple[Any, ...], value: T, max_entries: int) -> T:
     """Return table[key], inserting value if the key is missing. A full table evicts its oldest
     entry, not the least recently used one: recording each use would cost every call, and an evicted
     entry still in use costs one slow call per `max_entries` new ones.

@@ -11,7 +11,7 @@ from typing import BinaryIO
 PRIVATE = 0o600
 
 
-def open_regular(file: str | os.PathLike) -> BinaryIO:
+def open_regular(file: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file, or a link to one, for reading. ValueError for any other kind."""
     try:
         return open(file, "rb", opener=_opener)
@@ -21,7 +21,7 @@ def open_regular(file: str | os.PathLike) -> BinaryIO:
         raise ValueError(f"{os.fspath(file)} cannot be read: {error.strerror}") from None
 
 
-def read_regular(file: str | os.PathLike, limit: int) -> bytes:
+def read_regular(file: str | os.PathLike[str], limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes."""
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -31,7 +31,7 @@ def read_regular(file: str | os.PathLike, limit: int) -> bytes:
     return content
 
 
-def check_folder(folder: str | os.PathLike) -> None:
+def check_folder(folder: str | os.PathLike[str]) -> None:
     """Raise ValueError if a folder, or a folder in it, has an entry that is neither a regular file
     nor a folder. For folders that another package reads: it would open any entry.
     """
@@ -43,12 +43,12 @@ def check_folder(folder: str | os.PathLike) -> None:
                 raise ValueError(f"{each.path} is not a regular file ({stat.filemode(kind)})")
 
 
-def create_private(file: str | os.PathLike) -> BinaryIO:
+def create_private(file: str | os.PathLike[str]) -> BinaryIO:
     """Create a file that only its owner can read and write. An existing file raises."""
     return open(file, "xb", opener=lambda path, flags: os.open(path, flags, PRIVATE))
 
 
-def _entries(folder: str | os.PathLike) -> list[os.DirEntry]:
+def _entries(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         return list(entries)
 

@@ -3,7 +3,7 @@ passes it to `torch_op.attend`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Never, cast
+from typing import Any, NamedTuple, Never, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -11,12 +11,21 @@ from torch import Tensor
 from onchip import masks
 from onchip.core import paged, torch_op
 from onchip.core.arguments import as_int, as_ints, check_flag, refuse_unknown
-from onchip.core.backend import Result
+from onchip.core.backend import Result, Stats
 from onchip.core.call_cache import CachedCall, prepare
 from onchip.core.device import device_info
 from onchip.core.dispatch import plan as dispatch
 from onchip.core.dispatch import resolve_precision
 from onchip.core.problem import Options, Tensors, Window, resolve_layout
+from onchip.core.signatures import (
+    AttentionOptions,
+    CascadeOptions,
+    No,
+    OffloadOptions,
+    PagedOptions,
+    VarlenOptions,
+    Yes,
+)
 from onchip.core.state import merge_out_lse
 from onchip.core.torch_mode import is_autocast, is_eager, is_traced
 from onchip.core.validation import check_tensor, describe, refuse_distributed
@@ -26,8 +35,39 @@ from onchip.masks.blockmask import BlockMask
 from onchip.masks.deferred import DeferredMask, DeferredRule
 
 UNBOUNDED: Window = (None, None)
+Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Stats] | tuple[Tensor, Tensor, Stats]
 
 
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = False, return_stats: No = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_stats: No = False,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = False, return_stats: Yes,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Stats]: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_stats: Yes,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor, Stats]: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, return_stats: No = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_stats: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Outputs: ...  # fmt: skip
 def attention(
     q: Tensor,
     k: Tensor,
@@ -51,7 +91,7 @@ def attention(
     precision: str | None = None,
     kernel: str | None = None,
     **unknown: Never,
-) -> Tensor | tuple:
+) -> Outputs:
     """softmax(softmax_scale * q k^T, masked) v in one pass over k and v.
 
     q: (batch, seqlen_q, heads, head_dim); k: (batch, seqlen_k, kv_heads, head_dim); v: (batch,
@@ -93,6 +133,41 @@ def attention(
     return _select_outputs(torch_op.attend(call, x, kernel), return_lse)
 
 
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, *, return_lse: No = False, return_stats: No = False,
+    **options: Unpack[VarlenOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, *, return_lse: Yes, return_stats: No = False,
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, *, return_lse: No = False, return_stats: Yes,
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Stats]: ...  # fmt: skip
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, *, return_lse: Yes, return_stats: Yes, **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor, Stats]: ...  # fmt: skip
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, *, return_lse: bool, return_stats: No = False,
+    **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, *, return_lse: bool = False, return_stats: bool = False,
+    **options: Unpack[VarlenOptions],
+) -> Outputs: ...  # fmt: skip
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -118,7 +193,7 @@ def varlen_attention(
     precision: str | None = None,
     kernel: str | None = None,
     **unknown: Never,
-) -> Tensor | tuple:
+) -> Outputs:
     """attention() over sequences packed one after another: sequence b holds rows cu_seqlens[b] to
     cu_seqlens[b + 1].
 
@@ -146,6 +221,36 @@ def varlen_attention(
     return _select_outputs(torch_op.attend(call, x, kernel), return_lse)
 
 
+@overload
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
+    return_lse: No = False, return_stats: No = False, **options: Unpack[PagedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
+    return_lse: Yes, return_stats: No = False, **options: Unpack[PagedOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
+    return_lse: No = False, return_stats: Yes, **options: Unpack[PagedOptions],
+) -> tuple[Tensor, Stats]: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
+    return_lse: Yes, return_stats: Yes, **options: Unpack[PagedOptions],
+) -> tuple[Tensor, Tensor, Stats]: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
+    return_lse: bool, return_stats: No = False, **options: Unpack[PagedOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
+    return_lse: bool = False, return_stats: bool = False, **options: Unpack[PagedOptions],
+) -> Outputs: ...  # fmt: skip
 def paged_attention(
     q: Tensor,
     k_pages: Tensor,
@@ -170,7 +275,7 @@ def paged_attention(
     out_dtype: torch.dtype | None = None,
     kernel: str | None = None,
     **unknown: Never,
-) -> Tensor | tuple:
+) -> Outputs:
     """attention() of new queries over paged keys: decode, chunked prefill, verification.
 
     q: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim) with cu_seqlens_q
@@ -216,6 +321,21 @@ def paged_attention(
     return _select_outputs(torch_op.attend(call, x, kernel), return_lse)
 
 
+@overload
+def cascade_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
+    return_lse: No = False, **options: Unpack[CascadeOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def cascade_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
+    return_lse: Yes, **options: Unpack[CascadeOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def cascade_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
+    return_lse: bool, **options: Unpack[CascadeOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def cascade_attention(
     q: Tensor,
     k_pages: Tensor,
@@ -336,6 +456,21 @@ def _can_run_at_once(first: _PreparedCall, second: _PreparedCall) -> bool:
     return backend is other and backend.can_partition_sms(*problems)
 
 
+@overload
+def offload_attention(
+    q: Tensor, source: offload.Offloaded | tuple[Tensor, Tensor], *, return_lse: No = False,
+    **options: Unpack[OffloadOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def offload_attention(
+    q: Tensor, source: offload.Offloaded | tuple[Tensor, Tensor], *, return_lse: Yes,
+    **options: Unpack[OffloadOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def offload_attention(
+    q: Tensor, source: offload.Offloaded | tuple[Tensor, Tensor], *, return_lse: bool,
+    **options: Unpack[OffloadOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def offload_attention(
     q: Tensor,
     source: offload.Offloaded | tuple[Tensor, Tensor],
@@ -474,7 +609,7 @@ def prepare_attention(
     return call, x
 
 
-def _select_outputs(result: Result, return_lse: bool) -> Tensor | tuple:
+def _select_outputs(result: Result, return_lse: bool) -> Outputs:
     """out[, lse][, stats]."""
     out, lse, stats = result
     if stats is None:

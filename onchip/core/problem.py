@@ -82,7 +82,8 @@ class Options(NamedTuple):
        of single scores also goes into SCORE_OPTIONS. A tensor: a field in `Tensors`, a flag in
        `Problem` that `Problem.of` sets, a check in `check_extras`. Now every backend refuses it.
     2. The public functions: `attention`, `varlen_attention`, `paged_attention` (core/paged.py
-       collects its tensors by name) and `attention_weights`, as far as they take it.
+       collects its tensors by name) and `attention_weights`, as far as they take it, with its type
+       in core/signatures.py.
     3. The kernels that compute it, forward and backward, and declare it in `Backend.options`. The
        CPU kernels read scores from kernels/cpu/scores.py; `tiled.backward` has the chain rule.
     4. The score formula of docs/fold.md and the oracle in testing.py, with which tests compare.

@@ -20,7 +20,7 @@ class checks:
     in any order.
     """
 
-    enabled = False
+    enabled: bool = False
     _open: tuple["checks", ...] = ()
 
     def __init__(self, enabled: bool):

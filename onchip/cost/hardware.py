@@ -5,7 +5,7 @@ the table, from torch's device properties.
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -249,7 +249,7 @@ def planned_for(device: torch.device) -> Hardware:
     return replace(H200, processors=count)
 
 
-def of_properties(about) -> Hardware | None:
+def of_properties(about: Any) -> Hardware | None:
     """The row of a device's name, if the device is that variant: an A100 of 40 GB or an H100 for
     PCIe has other memory or fewer processors. (Drivers report a few per cent more bytes than the
     label.)
@@ -269,7 +269,7 @@ def find(name: str) -> Hardware | None:
     return next((row for model, row in models if re.search(rf"\b{model}\b", name)), None)
 
 
-def from_properties(about) -> Hardware | None:
+def from_properties(about: Any) -> Hardware | None:
     """A device that is not in the table: only its memory, two transfers a clock over the width of
     the bus; None if torch does not report these.
     """

@@ -44,6 +44,8 @@ class StepGraphs:
     after another, and hidden states are used before the next replay.
     """
 
+    sizes: list[int]
+
     def __init__(self, model: Decoder, cache: KVCache, last: Tensor):
         self._model, self._cache, self._last = model, cache, last
         self.sizes = batch_sizes(cache.max_seqs)

@@ -52,6 +52,9 @@ class Detokenizer:
     the earlier ones are new, unless they end within a character.
     """
 
+    text: GrowingText
+    num_tokens: int
+
     def __init__(
         self,
         tokenizer: Tokenizer,

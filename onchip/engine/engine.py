@@ -40,6 +40,8 @@ _MOSTLY_PREFILL = 8  # tokens per chunk from which on a step's time is that of p
 class EngineError(RuntimeError):
     """A step failed, and all requests with it. outputs: their outputs so far."""
 
+    outputs: list[RequestOutput]
+
     def __init__(self, message: str, outputs: Sequence[RequestOutput] = ()):
         super().__init__(message)
         self.outputs = list(outputs)
@@ -64,6 +66,15 @@ class Engine:
     preempted requests; 0: they are always recomputed. eos_token_ids: None for those of the
     tokenizer and the model. seed: for requests without one; None: a new one each time.
     """
+
+    model: Model
+    tokenizer: Tokenizer | None
+    limits: Limits
+    eos_token_ids: tuple[int, ...]
+    cache: KVCache
+    tier: HostTier | None
+    costs: PreemptionCosts | None
+    scheduler: Scheduler
 
     def __init__(
         self,

@@ -62,6 +62,8 @@ class KVManager:
     copied to the host) or RECOMPUTE (its pages are freed), whichever costs less.
     """
 
+    costs: PreemptionCosts | None
+
     def __init__(self, cache: PagedCache, tier: SwapTier | None, costs: PreemptionCosts | None):
         self._cache, self._tier, self.costs = cache, tier, costs
         self._last_misfit: tuple[Request, int] | None = None

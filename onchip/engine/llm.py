@@ -44,6 +44,8 @@ class LLM:
     count calls instead of seconds.
     """
 
+    engine: Engine
+
     def __init__(
         self,
         model: str | Path | Model = builtin.NAME,

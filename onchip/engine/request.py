@@ -17,6 +17,8 @@ MAX_PRIORITY = 100
 class Status(Enum):
     """State of a request or a sample. finish_reason: as in vLLM, None until it has ended."""
 
+    finished: bool
+
     WAITING = ("waiting", None)
     RUNNING = ("running", None)
     SWAPPED = ("preempted, its pages are on the host", None)
@@ -249,6 +251,21 @@ class Request:
     eos_token_ids: end a sample unless params.ignore_eos. rng_seed: used unless params.seed is set.
     needs_tokens: the next step depends on the values of sampled tokens (beams, penalties).
     """
+
+    beams: BeamSearchParams | None
+    params: SamplingParams
+    prompt_token_ids: tuple[int, ...]
+    priority: int
+    deadline_s: float | None
+    salt: str
+    eos_token_ids: frozenset[int]
+    end_token_ids: frozenset[int]
+    rng_seed: int
+    needs_tokens: bool
+    samples: list[Sample]
+    single_sample: Sample | None
+    max_tokens: int
+    metrics: RequestMetrics
 
     def __init__(
         self,

@@ -78,6 +78,11 @@ class Scheduler:
     costs, preempted requests are always recomputed.
     """
 
+    limits: Limits
+    clock: Callable[[], float]
+    totals: Counter[str]
+    num_cached_tokens: int
+
     def __init__(
         self,
         cache: PagedCache,

@@ -43,6 +43,8 @@ class EngineStats:
 class StatsRecorder:
     """Replaces `latest` and never changes it, so any thread can read it at any time."""
 
+    latest: EngineStats
+
     def __init__(self, pool: Pool, page_bytes: int):
         self._refreshed_at = 0.0
         free = pool.num_free

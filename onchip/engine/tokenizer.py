@@ -83,6 +83,12 @@ class FileTokenizer:
     chars_per_token: the most characters of a token; None: unbounded.
     """
 
+    folder: Path
+    chars_per_token: int | None
+    special: dict[str, str]
+    chat_template: str | None
+    eos_token_ids: tuple[int, ...]
+
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self._tokenizer = _read_tokenizer(self.folder / "tokenizer.json")

@@ -35,6 +35,10 @@ class Components:
     much.
     """
 
+    normalizers: list[dict[str, Any]]
+    pre_tokenizers: list[dict[str, Any]]
+    decoders: list[dict[str, Any]]
+
     def __init__(self, tokenizer: Any):
         self.normalizers = list(_steps(tokenizer.normalizer))
         self.pre_tokenizers = list(_steps(tokenizer.pre_tokenizer))

@@ -10,7 +10,7 @@ valid while sequences grow behind their shared pages.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -161,7 +161,7 @@ class AttendCall(NamedTuple):
     """The arguments of a call of attend that is not made yet."""
 
     args: tuple[Tensor, ...]  # q, k_pages, v_pages, page_table, cache_seqlens
-    options: dict
+    options: dict[str, Any]
 
     def on_partition(self, programs: int, second: bool) -> "AttendCall":
         partition = SMPartition(programs, second)

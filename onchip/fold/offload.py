@@ -36,6 +36,9 @@ class Offloaded:
     call.
     """
 
+    k: Tensor
+    v: Tensor
+
     def __init__(self, k: Tensor, v: Tensor):
         for name, t in (("k", k), ("v", v)):
             if not isinstance(t, Tensor) or t.device.type != "cpu" or t.dim() != 4:
@@ -228,6 +231,11 @@ class SegmentBuffer:
     """The device memory of one segment and, if the source is not pinned, its pinned staging
     memory.
     """
+
+    here: list[Tensor]
+    staging: list[Tensor] | None
+    copied: torch.cuda.Event
+    used: torch.cuda.Event
 
     def __init__(self, source: Offloaded, tokens: int, device: torch.device):
         shapes = [(t.shape[0], tokens, *t.shape[2:]) for t in (source.k, source.v)]

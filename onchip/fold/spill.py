@@ -47,7 +47,9 @@ class Spill(Offloaded):
     keep it).
     """
 
-    def __init__(self, path: str | os.PathLike, *, append: bool = False):
+    path: Path
+
+    def __init__(self, path: str | os.PathLike[str], *, append: bool = False):
         self.path = Path(path)
         with open_regular(self.path) as file:
             self._header, begin = _read_header(file, self.path)
@@ -66,7 +68,7 @@ class Spill(Offloaded):
     @classmethod
     def create(
         cls,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         *,
         capacity: int,
         num_kv_heads: int,

@@ -1,11 +1,16 @@
 """Integrations with the APIs of other packages. Importing one changes nothing."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-_LAZY = ("diffusers", "flash_attn", "flex", "kernels_hub", "sdpa", "transformers")
+if TYPE_CHECKING:
+    from onchip.integrations import diffusers, flash_attn, flex, kernels_hub, sdpa, transformers
 
+__all__ = ["diffusers", "flash_attn", "flex", "kernels_hub", "sdpa", "transformers"]
 
-def __getattr__(name: str):
-    if name in _LAZY:
-        return import_module(f".{name}", __name__)
-    raise AttributeError(f"module 'onchip.integrations' has no attribute {name!r}")
+if not TYPE_CHECKING:  # with a __getattr__, a type checker would accept every name
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            return import_module(f".{name}", __name__)
+        raise AttributeError(f"module 'onchip.integrations' has no attribute {name!r}")

@@ -2,18 +2,23 @@
 without score_mod.
 """
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from torch import Tensor
 
 from onchip import masks
 from onchip.core import functional
 from onchip.core.problem import UnsupportedError
+from onchip.core.signatures import No, Yes
 from onchip.core.validation import check_layout
 from onchip.integrations.flash_attn.options import contiguous
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-def from_block_mask(block_mask, batch: int, num_heads: int) -> masks.BlockMask:
+
+def from_block_mask(block_mask: "FlexBlockMask", batch: int, num_heads: int) -> masks.BlockMask:
     """Convert a FlexAttention BlockMask of any BLOCK_SIZE for `mask=` of attention(), on its
     device. Convert once, outside of the loop: the tensors that its mask_mod captured are read now.
 
@@ -24,18 +29,46 @@ def from_block_mask(block_mask, batch: int, num_heads: int) -> masks.BlockMask:
     return masks.from_flex(block_mask).build(batch, num_heads, seqlen_q, seqlen_k, device)
 
 
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: object = None,
+    block_mask: "masks.MaskLike | None" = None, scale: float | None = None,
+    enable_gqa: bool = False, return_lse: No = False, kernel_options: object = None,
+    *, return_aux: None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: object = None,
+    block_mask: "masks.MaskLike | None" = None, scale: float | None = None,
+    enable_gqa: bool = False, *, return_lse: Yes, kernel_options: object = None,
+    return_aux: None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: object = None,
+    block_mask: "masks.MaskLike | None" = None, scale: float | None = None,
+    enable_gqa: bool = False, return_lse: bool = False, kernel_options: object = None,
+    *, return_aux: "AuxRequest",
+) -> "tuple[Tensor, AuxOutput]": ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: object = None,
+    block_mask: "masks.MaskLike | None" = None, scale: float | None = None,
+    enable_gqa: bool = False, return_lse: bool = False, kernel_options: object = None,
+    *, return_aux: "AuxRequest | None" = None,
+) -> Tensor | tuple[Tensor, Any]: ...  # fmt: skip
 def flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score_mod=None,
-    block_mask=None,
+    score_mod: object = None,
+    block_mask: "masks.MaskLike | None" = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    kernel_options=None,
+    kernel_options: object = None,
     *,
-    return_aux=None,
+    return_aux: "AuxRequest | None" = None,
 ) -> Tensor | tuple[Tensor, Any]:
     """torch.nn.attention.flex_attention.flex_attention without score_mod, forward and backward, on
     any device, compiled or not.

@@ -122,7 +122,7 @@ def flash_forward(
     return_debug_mask: bool = False,
     *,
     scale: float | None = None,
-) -> tuple:
+) -> tuple[Any, ...]:
     """aten::_scaled_dot_product_flash_attention"""
     if return_debug_mask:
         raise UnsupportedError("return_debug_mask needs probabilities, which are never stored")
@@ -150,7 +150,7 @@ def flash_backward(
 def efficient_forward(
     query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, compute_log_sumexp: bool,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
-) -> tuple:  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     """aten::_scaled_dot_product_efficient_attention; its lse is padded to multiples of 32."""
     call = SdpaCall(query, key, value, attn_bias, dropout_p, is_causal, scale)
     seed = _draw_seed(call)
@@ -176,7 +176,7 @@ def efficient_backward(
     return tuple(g if needed else None for g, needed in zip(results, grad_input_mask, strict=True))
 
 
-def cudnn_forward(*args: Any, **options: Any) -> tuple:
+def cudnn_forward(*args: Any, **options: Any) -> tuple[Any, ...]:
     """aten::_scaled_dot_product_cudnn_attention: runs only if the user turned it on again."""
     raise UnsupportedError("torch chose its cudnn path (by its backends that are on)")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onchip.kvcache import paged_batch as batches
-from onchip.kvcache.page_tensors import PageTensors, Spec
+from onchip.kvcache.page_tensors import LayerScales, PageTensors, Spec
 from onchip.kvcache.paged_batch import BatchShape, HostTable, Members, PagedBatch
 from onchip.kvcache.pool import NoRoom, PageTable, Pool, as_int, as_ints
 from onchip.kvcache.prefix import Chain, Hit, PrefixIndex, pack_token_ids
@@ -64,6 +64,12 @@ class KVCache:
     copied, written and read in the order of that stream.
     """
 
+    max_seqlen: int
+    pages: PageTensors
+    pool: Pool
+    prefix: PrefixIndex
+    host_table: HostTable
+
     def __init__(
         self,
         spec: Spec,
@@ -100,7 +106,7 @@ class KVCache:
         """(k_pages, v_pages) of one layer, as paged_attention takes them."""
         return self.pages.layer(layer)
 
-    def scales(self, layer: int) -> dict[str, Tensor]:
+    def scales(self, layer: int) -> LayerScales:
         """k_scales and v_scales of one layer, as paged_attention takes them; empty unless the cache
         is quantised.
         """

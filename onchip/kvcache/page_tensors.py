@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -17,6 +18,13 @@ from onchip.kvcache.pool import Copy, Pool
 from onchip.quant.kv8 import MAX_VALUES, SCALE_BYTES, parse_kv_dtype, quantise
 
 MAX_PAGE_SIZE = 256
+
+
+class LayerScales(TypedDict, total=False):
+    """The scales of the pages of one layer; empty unless pages are quantised."""
+
+    k_scales: Tensor
+    v_scales: Tensor
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,11 @@ class PageTensors:
     sequence's length and free pages hold arbitrary values, NaN included; no kernel reads them.
     """
 
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+
     def __init__(self, spec: Spec, pool: Pool):
         if pool.num_pages * spec.page_size >= 2**31:
             raise ValueError(
@@ -136,7 +149,7 @@ class PageTensors:
             raise ValueError(f"{layer=} must lie in [0, num_layers={self.spec.num_layers})")
         return self.k[layer], self.v[layer]
 
-    def scales(self, layer: int) -> dict[str, Tensor]:
+    def scales(self, layer: int) -> LayerScales:
         """k_scales and v_scales of one layer, as paged_attention takes them; empty unless pages are
         quantised.
         """

@@ -81,6 +81,9 @@ class HostTable:
     place. Behind a sequence's pages a row holds stale entries.
     """
 
+    pages: Tensor
+    free_rows: list[int]
+
     def __init__(self, max_seqs: int, max_pages: int):
         self.pages = torch.zeros(max_seqs, max_pages, dtype=torch.int32)
         self.free_rows = list(range(max_seqs - 1, -1, -1))

@@ -25,6 +25,9 @@ _ID_BYTES = 8  # bytes of a token id
 class Chain:
     """The keys of a sequence: the root, then one for each full page that was published."""
 
+    root: bytes
+    keys: list[bytes]
+
     __slots__ = ("keys", "root")
 
     def __init__(self, root: bytes, keys: Sequence[bytes] = ()):
@@ -72,6 +75,8 @@ class PrefixIndex:
     takes cached pages that no table holds least recently used first, the tail of a sequence before
     its head.
     """
+
+    stats: PrefixStats
 
     def __init__(self, pool: Pool):
         self._pool = pool
@@ -197,7 +202,7 @@ class PrefixIndex:
         self.stats = PrefixStats(a + requested, s + shared, c + copied)
 
 
-def pack_token_ids(tokens: Sequence[int]) -> array:
+def pack_token_ids(tokens: Sequence[int]) -> "array[int]":
     """Token ids as 64-bit integers; a ValueError if they are anything else."""
     if isinstance(tokens, (bytes, bytearray)):  # array would read them as raw memory
         tokens = list(tokens)

@@ -51,6 +51,8 @@ class SwapStatus(Enum):
 class SequenceGroup:
     """Sequences that were swapped out together: returned by `swap_out`, taken by `swap_in`."""
 
+    sequences: tuple[caches.Sequence, ...]
+
     def __init__(self, sequences: Sequence[caches.Sequence], pages: list[int], chunks: list[int]):
         self.sequences = tuple(sequences)
         self.pages = pages  # the pages to copy, by their ids before the swap
@@ -77,6 +79,9 @@ class HostTier:
     Copies overlap with computation. Device pages return to the pool when their copy is done, which
     the next `poll`, `swap_out` or `swap_in` notices. A group occupies whole chunks of chunk_pages.
     """
+
+    chunk_pages: int
+    capacity: int
 
     def __init__(self, cache: KVCache, num_pages: int, *, chunk_pages: int | None = None):
         if num_pages < 1 or (chunk_pages is not None and chunk_pages < 1):

@@ -67,6 +67,12 @@ class Playground:
     draw.
     """
 
+    pool: Pool
+    index: PrefixIndex
+    memory: list[list[str]]
+    drawn: int
+    named: int
+
     def __init__(self, num_pages: int = NUM_PAGES, page_size: int = PAGE_SIZE):
         self.pool = Pool(num_pages, page_size)
         self.index = PrefixIndex(self.pool)

@@ -7,7 +7,7 @@ from torch import Tensor
 DIGITS = 7  # significant ones, as many as fp32 has
 
 
-def round_significant(x: float | Tensor | list, digits: int = DIGITS) -> Any:
+def round_significant(x: float | Tensor | list[Any], digits: int = DIGITS) -> Any:
     """Numbers of any nesting, rounded to significant digits; infinities as text."""
     if isinstance(x, Tensor):
         return round_significant(x.tolist(), digits)

@@ -4,6 +4,8 @@ from .bits import BLOCK
 from .blockmask import BlockLists, BlockMask
 from .mods import (
     Mask,
+    MaskLike,
+    MaskMod,
     as_mask,
     build,
     causal,
@@ -27,6 +29,8 @@ __all__ = [
     "BlockLists",
     "BlockMask",
     "Mask",
+    "MaskLike",
+    "MaskMod",
     "TokenOrder",
     "Visibility",
     "as_mask",

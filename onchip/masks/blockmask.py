@@ -167,7 +167,9 @@ class BlockMask:
         """The row lists as Python lists, made once, for the CPU kernels."""
         return HostRows.of(self)
 
-    def show(self, b: int = 0, h: int = 0, width: int | None = None, path: str | None = None):
+    def show(
+        self, b: int = 0, h: int = 0, width: int | None = None, path: str | None = None
+    ) -> None:
         """Print plane (b, h) in at most `width` columns, or draw it to the image file `path`."""
         from .show import show
 
@@ -241,7 +243,7 @@ def divide(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def assemble(
-    shape: tuple, block_ids: Tensor, full: Tensor, tile_ids: Tensor, tiles: Tensor
+    shape: tuple[int, ...], block_ids: Tensor, full: Tensor, tile_ids: Tensor, tiles: Tensor
 ) -> BlockMask:
     """A BlockMask of shape (planes_b, planes_h, seqlen_q, seqlen_k) from its non-empty blocks.
 

@@ -83,11 +83,13 @@ def _draw_cells(grid: Grid) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 class Submask(Cells):
     """Rows and columns of a mask that is evaluated cell by cell."""
 
+    whole: Cells
+
     def __init__(self, grid: Grid, whole: Cells, rows: Tensor, cols: Tensor):
         super().__init__(grid)
         self.whole, self._rows, self._cols = whole, rows, cols
 
-    def visible(self, b, h, q, k):
+    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.whole.visible(b, h, self._rows[q], self._cols[k])
 
     def status(self, block_ids: Tensor) -> Tensor:
@@ -126,13 +128,13 @@ def _first_and_last(positions: Tensor) -> Tensor:
 class Mod(Cells):
     """`fn(b, h, q, k)` on scalar index tensors, as FlexAttention calls it."""
 
-    def __init__(self, grid: Grid, fn: Callable):
+    def __init__(self, grid: Grid, fn: Callable[..., Tensor]):
         super().__init__(grid)
         self._scalar = lambda *at: torch.as_tensor(fn(*at))
         per_key = torch.vmap(self._scalar, in_dims=(None, None, None, 0))
         self._fn = torch.vmap(torch.vmap(per_key, in_dims=(None, None, 0, None)))
 
-    def visible(self, b, h, q, k):
+    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self._fn(*(x.to(self.grid.device) for x in (b, h, q, k)))
 
     def cells(self) -> Tensor:
@@ -157,11 +159,18 @@ class BlockPattern(Cells):
     exact but slow: 32 x 32 takes 16 to 25 calls, 1 x 1 16,384. A rule of single cells is a `Mod`.
     """
 
-    def __init__(self, grid: Grid, rule: Callable, block_q=BLOCK, block_k=BLOCK, shift=0):
+    def __init__(
+        self,
+        grid: Grid,
+        rule: Callable[..., Tensor],
+        block_q: int = BLOCK,
+        block_k: int = BLOCK,
+        shift: int = 0,
+    ):
         super().__init__(grid)
         self._rule, self._block_q, self._block_k, self._shift = rule, block_q, block_k, shift
 
-    def visible(self, b, h, q, k):
+    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         b, h = b[:, None, None], h[:, None, None]
         i, j = (q + self._shift) // self._block_q, k // self._block_k
         return self._rule(b, h, i[:, :, None], j[:, None, :]).expand(len(b), q.shape[1], k.shape[1])

@@ -20,6 +20,8 @@ Grid = tuple[int, int, int, int]  # batch, heads, seqlen_q, seqlen_k
 class DeferredMask:
     """A dense mask or the bounds of spans, with the shape of the BlockMask to be built from it."""
 
+    lengths: tuple[int, int]
+
     def __init__(self, source: Tensor, seqlen_q: int, seqlen_k: int):
         self.source = source
         self.lengths = seqlen_q, seqlen_k

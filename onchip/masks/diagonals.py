@@ -23,7 +23,7 @@ class Diagonals(Cells):
         super().__init__(grid)
         self._rule = rule
 
-    def visible(self, b, h, q, k):
+    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self._rule(q[:, :, None] + self.grid.offset - k[:, None, :])
 
     def cells(self) -> Tensor:

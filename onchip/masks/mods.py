@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 from weakref import WeakValueDictionary
 
 import torch
@@ -23,11 +23,17 @@ from .nodes import Grid, Interval, Node
 from .tensors import BuiltMask, Dense, TracedTensor, pack_dense
 from .trace import depends_on_planes
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask  # 0.3 s to import
+
 _MAX_BUILDS = 4  # builds cached per expression: a training and an evaluation length, twice
 _NUMBERS = count(2)  # torch.compile specialises on 0 and 1; other numbers become variables
 _NUMBERED: WeakValueDictionary[int, "Mask"] = WeakValueDictionary()
 
 Planes = tuple[bool, bool]  # does a rule differ between batch entries, between heads?
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (b, h, q, k) -> is k visible to q?
+# What `mask=` takes. A tensor holds bools, or the bounds of `spans`.
+MaskLike: TypeAlias = "Mask | BlockMask | FlexBlockMask | Tensor | MaskMod"
 
 
 class Mask:
@@ -40,7 +46,7 @@ class Mask:
     def __init__(
         self,
         template: str,
-        arguments: tuple,
+        arguments: tuple[Any, ...],
         resolve: Callable[[Grid], Node],
         depends: Planes | Callable[[torch.device], Planes] = (False, False),
     ):
@@ -56,17 +62,17 @@ class Mask:
 
     def _reset_builds(self) -> None:
         """Start without built masks, under a new number; masks made inside a graph have none."""
-        self._built: dict[tuple, BlockMask] = {}
+        self._built: dict[Grid, BlockMask] = {}
         self._planes: dict[torch.device, Planes] = {}
         self.number: Any = None  # an int, or a SymInt in a graph
         if not torch.compiler.is_compiling():
             self.number = next(_NUMBERS)
             _NUMBERED[self.number] = self
 
-    def __getstate__(self) -> tuple:
+    def __getstate__(self) -> tuple[Any, ...]:
         return self._template, self._arguments, self._resolve, self._depends
 
-    def __setstate__(self, state: tuple) -> None:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._template, self._arguments, self._resolve, self._depends = state
         self._reset_builds()
 
@@ -150,7 +156,11 @@ class Mask:
     def __or__(self, other: "Mask") -> "Mask":
         return self._join(other, "|", nodes.either)
 
-    __rand__, __ror__ = __and__, __or__
+    def __rand__(self, other: "Mask") -> "Mask":
+        return self & other
+
+    def __ror__(self, other: "Mask") -> "Mask":
+        return self | other
 
     def __invert__(self) -> "Mask":
         return Mask("~{}", (self,), partial(_invert, self), self.depends)
@@ -324,7 +334,7 @@ def is_spans(bounds: object) -> bool:
     return bounds.dim() == 4 and bounds.shape[1] == 1 and bounds.shape[3] == 2
 
 
-def mod(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
+def mod(fn: MaskMod) -> Mask:
     """Query q sees key k iff fn(b, h, q, k); any FlexAttention `mask_mod` works unchanged.
 
     fn gets scalar index tensors (under vmap) and returns a bool scalar; q is the raw index, not p.
@@ -374,7 +384,7 @@ def _dense(node: Callable[[Grid, Tensor], Node], packed: Tensor, shape: tuple, g
     return node(grid, packed)
 
 
-def from_flex(block_mask) -> Mask:
+def from_flex(block_mask: "FlexBlockMask") -> Mask:
     """The mask of a FlexAttention `BlockMask` of any BLOCK_SIZE.
 
     A cell is visible iff its block is listed as full, or it is listed as partial and mask_mod is
@@ -411,7 +421,13 @@ def _depends_on_flex(planes: Planes, fn: Callable, device: torch.device) -> Plan
     return per_batch or planes[0], per_head or planes[1]
 
 
-def as_mask(mask) -> Mask | BlockMask:
+@overload
+def as_mask(mask: BlockMask) -> BlockMask: ...
+@overload
+def as_mask(mask: "Mask | FlexBlockMask | Tensor | MaskMod") -> Mask: ...
+@overload
+def as_mask(mask: object) -> Mask | BlockMask: ...
+def as_mask(mask: object) -> Mask | BlockMask:
     """The values of `mask=`: a Mask or BlockMask is returned unchanged; a mask_mod function, a
     dense bool tensor, the bounds of `spans` or a FlexAttention BlockMask becomes a Mask. Anything
     else is a ValueError.
@@ -430,7 +446,14 @@ def as_mask(mask) -> Mask | BlockMask:
     )
 
 
-def build(mask, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device="cpu") -> BlockMask:
+def build(
+    mask: MaskLike,
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    device: torch.device | str = "cpu",
+) -> BlockMask:
     """Anything `as_mask` accepts, as a BlockMask that fits this problem, on `device`."""
     mask = as_mask(mask)
     if isinstance(mask, Mask):

@@ -31,7 +31,7 @@ class Dense(Cells):
         cells = unpack(self._words.flatten(-2))[..., : self.grid.seqlen_k]
         return cells.to(self.grid.device)
 
-    def visible(self, b, h, q, k):
+    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         planes_b, planes_h = self._words.shape[:2]
         b, h = b[:, None, None] * (planes_b > 1), h[:, None, None] * (planes_h > 1)
         q, k = q[:, :, None], k[:, None, :]
@@ -59,7 +59,7 @@ class TracedTensor(Cells):
         super().__init__(grid)
         self._visible = visible
 
-    def visible(self, b, h, q, k):
+    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         planes = self._visible.expand(self.grid[:4])
         return planes[b[:, None, None], h[:, None, None], q[:, :, None], k[:, None, :]]
 
@@ -75,7 +75,7 @@ class BuiltMask(Cells):
         self._bits = mask.host.tiles
         self._table = _table(mask, self.grid)
 
-    def visible(self, b, h, q, k):
+    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         b, h, q, k = b[:, None, None], h[:, None, None], q[:, :, None], k[:, None, :]
         tile = self._table[b, h, q // BLOCK, k // BLOCK]
         return (self._bits[tile, q % BLOCK, k % BLOCK // 32] >> (k % 32) & 1).bool()

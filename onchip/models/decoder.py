@@ -27,7 +27,7 @@ from onchip.models.pointwise import (
     place,
     rms_norm,
 )
-from onchip.models.rotary import cos_sin, rotate
+from onchip.models.rotary import Rotary, cos_sin, rotate
 from onchip.models.weight_names import Shard
 
 Rope = Sequence[tuple[Tensor, Tensor]]  # (cos, sin) for each of `ModelConfig.rotaries`
@@ -97,6 +97,9 @@ class ParameterFactory:
 class Linear(nn.Module):
     """x @ weight.T + bias, not initialised: `loader` fills it."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(self, inner: int, outer: int, bias: bool, factory: ParameterFactory):
         super().__init__()
         self.weight = factory.empty(outer, inner)
@@ -108,6 +111,11 @@ class Linear(nn.Module):
 
 class NormLayer(nn.Module):
     """The norm of a config over the last `size` elements."""
+
+    eps: float
+    offset: float
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(self, config: ModelConfig, size: int, factory: ParameterFactory):
         super().__init__()
@@ -123,6 +131,16 @@ class NormLayer(nn.Module):
 
 class DecoderAttention(nn.Module):
     """Self-attention of a layer. The weight `qkv` holds the rows of q, then k, then v."""
+
+    heads: tuple[int, int, int]
+    head_dim: int
+    index: int
+    options: dict[str, Any]
+    rope_index: int | None
+    qkv: Linear
+    out: Linear
+    q_norm: NormLayer | None
+    k_norm: NormLayer | None
 
     def __init__(self, config: ModelConfig, index: int, factory: ParameterFactory):
         super().__init__()
@@ -175,6 +193,10 @@ class DecoderAttention(nn.Module):
 class MLP(nn.Module):
     """The weight `up` holds the rows of gate, then up, if the MLP is gated."""
 
+    gated: bool
+    up: Linear
+    down: Linear
+
     def __init__(self, config: ModelConfig, factory: ParameterFactory):
         super().__init__()
         self.gated, self.activation = config.gated, config.activation
@@ -191,6 +213,13 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); with post norms of the two outputs if the
     config has them.
     """
+
+    attention_norm: NormLayer
+    mlp_norm: NormLayer
+    attention: DecoderAttention
+    mlp: MLP
+    attention_post_norm: NormLayer | None
+    mlp_post_norm: NormLayer | None
 
     def __init__(self, config: ModelConfig, index: int, factory: ParameterFactory):
         super().__init__()
@@ -220,6 +249,15 @@ class Decoder(nn.Module):
     forward: one step over pages. full: whole sequences, differentiable. Both return hidden states
     after the last norm; `logits` computes logits from them.
     """
+
+    config: ModelConfig
+    shard: Shard
+    rotaries: tuple[Rotary, ...]
+    embed: nn.Parameter
+    positions: nn.Parameter | None
+    layers: nn.ModuleList
+    norm: NormLayer
+    head: nn.Parameter | None
 
     def __init__(
         self,

@@ -90,6 +90,13 @@ class Foreign:
     states, because only the model itself can compute logits from its hidden states.
     """
 
+    model: Any
+    config: ForeignConfig
+    device: torch.device
+    dtype: torch.dtype
+    width: int
+    layer_weights: int
+
     def __init__(self, model: Any, config: ForeignConfig, layout: AttentionLayout):
         self.model, self.config, self._layout = model, config, layout
         self.device = next(model.parameters()).device

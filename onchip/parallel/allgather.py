@@ -6,7 +6,7 @@ because they are not kept, and sends each rank its terms of that rank's dK and d
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    saved: tuple,
+    saved: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of the local queries and keys, unrounded. saved: (out, lse, dout, dlse or None) of
     the local queries over all keys.

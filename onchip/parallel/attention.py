@@ -2,7 +2,7 @@
 gradient.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -10,8 +10,9 @@ from torch import Tensor
 from onchip.core.derivatives import refuse_transforms
 from onchip.core.functional import autocast, seed_tensor
 from onchip.core.problem import Options, Tensors, UnsupportedError, Window
+from onchip.core.signatures import No, TrainingOptions, Yes
 from onchip.core.validation import check_qkv, describe, refuse_distributed
-from onchip.masks import BlockMask, as_mask
+from onchip.masks import BlockMask, MaskLike, as_mask
 from onchip.parallel import digests
 from onchip.parallel.comm import Comm
 from onchip.parallel.mesh2d import Mesh2D
@@ -20,6 +21,31 @@ from onchip.parallel.sharding import Layout, as_layout, document_offsets
 from onchip.parallel.strategy import GroupLike, as_ranks, choose_strategy, run_strategy
 
 
+class ContextParallelOptions(TrainingOptions, total=False):
+    """Options of context_parallel_attention."""
+
+    strategy: str
+    layout: str | Layout
+    seqlen: int | None
+    cu_seqlens: Tensor | None
+    mask: "MaskLike | None"
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: GroupLike = None, *, return_lse: No = False,
+    **options: Unpack[ContextParallelOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: GroupLike = None, *, return_lse: Yes,
+    **options: Unpack[ContextParallelOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: GroupLike = None, *, return_lse: bool,
+    **options: Unpack[ContextParallelOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @torch.compiler.disable
 def context_parallel_attention(
     q: Tensor,

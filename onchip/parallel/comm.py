@@ -62,6 +62,10 @@ class CountingComm:
     check_consistent and split count none.
     """
 
+    comm: Comm
+    rank: int
+    size: int
+
     def __init__(self, comm: Comm):
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.messages: Counter[str] = Counter()

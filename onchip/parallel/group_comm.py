@@ -40,6 +40,13 @@ UNUSED_TAG = 2**20  # of a message that no rank sends
 class GroupState:
     """The state that all communicators of the same ranks of one process group share."""
 
+    store: Store
+    ranks: tuple[int, ...]
+    monitor: HeartbeatMonitor
+    consistency: ConsistencyCache
+    num_exchanges: int
+    nccl: bool
+
     def __init__(
         self, group: dist.ProcessGroup, store: Store, ranks: Sequence[int], timeout_s: float
     ):
@@ -79,6 +86,11 @@ class GroupComm(PointToPointComm):
     a group is slow to make, all others are cheap. Over gloo, tensors on a GPU travel through host
     memory. The parts of `split` use the connections of the whole: torch makes no new group.
     """
+
+    group: dist.ProcessGroup
+    timeout_s: float
+    rank: int
+    size: int
 
     def __init__(
         self,

@@ -35,6 +35,9 @@ class HeartbeatMonitor:
     because ranks of other groups may wait for a rank that has raised it.
     """
 
+    beat_s: float
+    ranks: tuple[int, ...]
+
     def __init__(self, store: Store, job: Store, ranks: Sequence[int], rank: int, timeout_s: float):
         self.beat_s = min(BEAT_S, timeout_s / 20)
         # Three clients: one that waits for a key blocks all its other requests.

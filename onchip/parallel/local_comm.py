@@ -20,7 +20,7 @@ from onchip.parallel.consistency import ConsistencyCache, check_consistent
 JOIN_TIMEOUT_S = 5.0  # for the other threads to end after one rank failed
 
 
-def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list:
+def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """[fn(comm, *args) of rank 0, of rank 1, ...], each on a thread of its own, with the caller's
     stream, grad mode and autocast. The exception of the first rank that fails is raised here. A
     rank that waits longer than timeout_s for another raises ParallelError.
@@ -83,6 +83,10 @@ def _copy_thread_context() -> Callable[[], AbstractContextManager[None]]:
 class PendingMessage:
     """One side of a message that waits for the other side."""
 
+    peer: int
+    tensor: Tensor
+    done: bool
+
     def __init__(self, peer: int, tensor: Tensor):
         self.peer, self.tensor, self.done = peer, tensor, False
 
@@ -91,6 +95,8 @@ class Rendezvous:
     """Matches the messages of all ranks of one process. Ranks are numbered as in
     `run_ranks`, whatever the group.
     """
+
+    timeout_s: float
 
     def __init__(self, size: int, timeout_s: float):
         self.timeout_s, self._size = timeout_s, size
@@ -115,17 +121,21 @@ class Rendezvous:
         with self._changed:
             self._changed.wait_for(lambda: self.failure or len(self._left) == self._size)
 
-    def send(self, group: tuple, source: int, to: int, tensor: Tensor) -> PendingMessage:
+    def send(self, group: tuple[Any, ...], source: int, to: int, tensor: Tensor) -> PendingMessage:
         message = PendingMessage(to, tensor)
         self._match((*group, source, to), message, self._sends, self._recvs)
         return message
 
-    def receive(self, group: tuple, source: int, to: int, tensor: Tensor) -> PendingMessage:
+    def receive(
+        self, group: tuple[Any, ...], source: int, to: int, tensor: Tensor
+    ) -> PendingMessage:
         message = PendingMessage(source, tensor)
         self._match((*group, source, to), message, self._recvs, self._sends)
         return message
 
-    def _match(self, key: tuple, message: PendingMessage, ours: dict, theirs: dict) -> None:
+    def _match(
+        self, key: tuple[Any, ...], message: PendingMessage, ours: dict, theirs: dict
+    ) -> None:
         with self._changed:
             waiting = theirs.get(key)
             if not waiting:
@@ -141,7 +151,9 @@ class Rendezvous:
     def wait(self, message: PendingMessage) -> None:
         self._wait_until(lambda: message.done, lambda: [message.peer])
 
-    def exchange(self, key: tuple, ranks: tuple[int, ...], rank: int, value: Any) -> list:
+    def exchange(
+        self, key: tuple[Any, ...], ranks: tuple[int, ...], rank: int, value: Any
+    ) -> list[Any]:
         """The values of all ranks under this key, in rank order."""
         with self._changed:
             values = self._exchanges.setdefault(key, {})
@@ -170,7 +182,7 @@ class Rendezvous:
         return ParallelError(f"rank {peer} did not answer within {self.timeout_s:g} s", peer)
 
 
-def _copy(key: tuple, sent: Tensor, received: Tensor) -> None:
+def _copy(key: tuple[Any, ...], sent: Tensor, received: Tensor) -> None:
     if sent.shape != received.shape or sent.dtype != received.dtype:
         *_, source, to = key
         raise ParallelError(
@@ -194,7 +206,13 @@ class LocalWork:
 class LocalComm(PointToPointComm):
     """A rank of `run_ranks`."""
 
-    def __init__(self, rendezvous: Rendezvous, group: tuple, ranks: tuple[int, ...], rank: int):
+    rank: int
+    size: int
+    consistency: ConsistencyCache
+
+    def __init__(
+        self, rendezvous: Rendezvous, group: tuple[Any, ...], ranks: tuple[int, ...], rank: int
+    ):
         self.rank, self.size = rank, len(ranks)
         self._rendezvous, self._group, self._ranks = rendezvous, group, ranks
         self.consistency, self._calls = ConsistencyCache(), 0
@@ -228,7 +246,7 @@ class LocalComm(PointToPointComm):
             self._parts[ranks] = LocalComm(self._rendezvous, group, ranks, rank)
         return self._parts[ranks]
 
-    def _exchange_values(self, kind: str, value: Any) -> list:
+    def _exchange_values(self, kind: str, value: Any) -> list[Any]:
         self._calls += 1
         key = (*self._group, kind, self._calls)
         return self._rendezvous.exchange(key, self._ranks, self._ranks[self.rank], value)

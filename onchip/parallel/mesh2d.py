@@ -19,7 +19,8 @@ from onchip.parallel.sharding import Layout, Piece
 class SingleRankComm:
     """The communicator of a single rank."""
 
-    rank, size = 0, 1
+    rank: int = 0
+    size: int = 1
 
     def exchange_digests(self, digest: bytes) -> Callable[[], list[bytes]]:
         return lambda: [digest]
@@ -33,6 +34,11 @@ class SingleRankComm:
 
 class Mesh2D:
     """The two communicators of a rank. Its global rank is outer.rank * inner.size + inner.rank."""
+
+    outer: Comm | SingleRankComm
+    inner: Comm
+    rank: int
+    size: int
 
     def __init__(self, outer: Comm | SingleRankComm, inner: Comm):
         self.outer, self.inner = outer, inner

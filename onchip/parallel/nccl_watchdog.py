@@ -26,6 +26,8 @@ class StreamEvent(Protocol):
 class NcclWatchdog:
     """Watches one event at a time: a stream completes events in order, so later ones can wait."""
 
+    is_idle: bool
+
     def __init__(
         self, diagnose: Callable[[str], ParallelError], abort: Callable[[], object], beat_s: float
     ):

@@ -58,7 +58,7 @@ class RankAttention(NamedTuple):
         return out.to(self.out_dtype).contiguous(), lse, residual
 
     def differentiate(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, saved: tuple
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, saved: tuple[Any, ...]
     ) -> Grads:
         """The gradients, unrounded. saved: (out, lse, dout, dlse or None, residual or None)."""
         out, lse, dout, dlse, residual = saved
@@ -74,7 +74,14 @@ class RankAttentionFunction(torch.autograd.Function):
     """(out, lse) of q, k, v and sinks, by `RankAttention`."""
 
     @staticmethod
-    def forward(ctx, rank_attention: RankAttention, q, k, v, sinks):
+    def forward(
+        ctx: Any,
+        rank_attention: RankAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         out, lse, residual = rank_attention.attend(q, k, v, sinks)
         ctx.rank_attention = rank_attention
         ctx.save_for_backward(q, k, v, sinks, out, lse, residual)

@@ -17,6 +17,7 @@ Terms and sums are fp32 (fp64 for fp64), whatever the type of the inputs.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    saved: tuple,
+    saved: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of the local queries and keys, unrounded. saved: (out, lse, dout, dlse or None) of
     the local queries over all keys.

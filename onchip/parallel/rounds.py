@@ -300,7 +300,7 @@ def attend(
 
 
 def differentiate_round(
-    options: RoundOptions, round: Round, q: Tensor, k: Tensor, v: Tensor, saved: tuple
+    options: RoundOptions, round: Round, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Any, ...]
 ) -> Grads:
     """The round's terms of dq of its rows and of dk and dv of its keys, unrounded if
     options.wide_grads. saved: (out, lse, dout, dlse or None) of all rows over all keys.
@@ -445,7 +445,7 @@ class RunningGradients:
 
     MAX_OPEN = 2  # row ranges in preparation: a zigzag has two, all rows and the late half
 
-    def __init__(self, options: RoundOptions, q: Tensor, saved: tuple, dq: Tensor):
+    def __init__(self, options: RoundOptions, q: Tensor, saved: tuple[Any, ...], dq: Tensor):
         self._options, self._q, self._saved, self._dq = options, q, saved, dq
         self._open: dict[tuple[int, int], Any] = {}
 

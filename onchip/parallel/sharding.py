@@ -156,6 +156,9 @@ class BalancedLayout(Layout):
     n, n, ..., 1, 0 in turns. The numbers of blocks differ by at most one, and work is about equal.
     """
 
+    size: int
+    mask: Mask | BlockMask
+
     def __init__(self, size: int, mask: Mask | BlockMask):
         self.size, self.mask = size, mask
         self._assigned: dict[int, list[list[Piece]]] = {}

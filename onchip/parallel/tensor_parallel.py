@@ -21,6 +21,9 @@ from onchip.models import Decoder
 class TensorParallelGroup:
     """The ranks that share a model. A process group that was initialised for it ends with it."""
 
+    rank: int
+    world_size: int
+
     def __init__(self, mesh: DeviceMesh, owns_process_group: bool = False):
         if mesh.ndim != 1:
             raise ValueError(

@@ -11,7 +11,7 @@ either way.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from onchip.core.backend import accumulator_dtype
 from onchip.core.derivatives import refuse_transforms
 from onchip.core.functional import UNBOUNDED, attention, paged_attention
 from onchip.core.problem import SCORE_OPTIONS, UnsupportedError, Window
+from onchip.core.signatures import No, ScoreOptions, Yes
 from onchip.core.state import add_sink, finalize, merge_out_lse, resume
 from onchip.core.validation import check_layout, check_window, refuse_distributed
 from onchip.parallel import digests
@@ -34,6 +35,35 @@ KeyRange = tuple[int, int]  # (position of a rank's first key, positions in all)
 SECOND_MESSAGE_BYTES = 512 << 10
 
 
+class TreeOptions(ScoreOptions, total=False):
+    """Options of tree_attention."""
+
+    place: KeyRange | None
+
+
+class TreePagedOptions(ScoreOptions, total=False):
+    """Options of tree_paged_attention."""
+
+    places: Sequence[KeyRange] | None
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+
+
+@overload
+def tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: object = None, *, return_lse: No = False,
+    **options: Unpack[TreeOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: object = None, *, return_lse: Yes,
+    **options: Unpack[TreeOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: object = None, *, return_lse: bool,
+    **options: Unpack[TreeOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def tree_attention(
     q: Tensor,
     k: Tensor,
@@ -47,7 +77,7 @@ def tree_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
-    **options: object,
+    **options: Any,
 ) -> Tensor | OutLse:
     """attention() of new queries over keys that are spread over ranks.
 
@@ -81,6 +111,21 @@ def tree_attention(
     return _finish(q, local, comm, sinks, return_lse, out_dtype)
 
 
+@overload
+def tree_paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor,
+    group: object = None, *, return_lse: No = False, **options: Unpack[TreePagedOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def tree_paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor,
+    group: object = None, *, return_lse: Yes, **options: Unpack[TreePagedOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def tree_paged_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor,
+    group: object = None, *, return_lse: bool, **options: Unpack[TreePagedOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def tree_paged_attention(
     q: Tensor,
     k_pages: Tensor,
@@ -98,7 +143,7 @@ def tree_paged_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
-    **options: object,
+    **options: Any,
 ) -> Tensor | OutLse:
     """paged_attention() over pages that are spread over ranks; see tree_attention.
 

@@ -17,7 +17,7 @@ several ranks is sent to all of them; its gradients travel unrounded and are sum
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,12 +103,22 @@ class UlyssesFunction(torch.autograd.Function):
     """
 
     @classmethod
-    def of(cls, plan: UlyssesPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None):
+    def of(
+        cls, plan: UlyssesPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         origin = torch.cat([t[:0].flatten() for t in (q, k, v)])
         return cls.apply(plan, origin, q, k, v, sinks)
 
     @staticmethod
-    def forward(ctx, plan: UlyssesPlan, origin, q, k, v, sinks):
+    def forward(
+        ctx: Any,
+        plan: UlyssesPlan,
+        origin: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         k, v, q = plan.exchange.to_heads((k, v, q), plan.heads_of_kvq)
         out, lse, residual = _attend(plan, q, k, v, sinks)
         ctx.plan = plan

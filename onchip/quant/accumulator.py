@@ -23,7 +23,7 @@ class Accumulator:
     bits: int = 14
     promote: int | None = 128
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.promote is not None and (self.promote < 1 or self.promote % INSTRUCTION):
             raise ValueError(f"promote={self.promote} must be a multiple of {INSTRUCTION}, or None")
 

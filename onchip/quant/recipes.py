@@ -56,7 +56,7 @@ class Recipe:
     backwards: bool = True
     accumulator: Accumulator | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.p is not None and not 0 < self.p_scale <= self.p.max:
             raise ValueError(
                 f"p_scale={self.p_scale} must be in (0, {self.p.max}], otherwise p = 1 saturates"

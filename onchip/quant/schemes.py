@@ -24,7 +24,7 @@ class Scheme:
     per: str
     block: int = 128
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.per not in PER:
             raise ValueError(f"per={self.per!r} must be one of {PER}")
         if self.block < 1:

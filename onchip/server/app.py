@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 
 import onchip
 from onchip.engine.sampling_params import SamplingParams
+from onchip.engine.step import Limits
 
 from . import protocol
 from .api_keys import Keyring
@@ -135,6 +136,15 @@ class Server:
     """One engine behind one ASGI application, `app`, which starts the engine's thread and closes
     the engine at the end.
     """
+
+    options: ServerOptions
+    keys: Keyring
+    limits: Limits
+    codec: Codec
+    metrics: Metrics
+    service: Service
+    live_view: LiveView
+    app: FastAPI
 
     def __init__(self, engine: EngineProtocol, options: ServerOptions, keys: Keyring | None = None):
         self.options, self.keys = options, keys or Keyring()

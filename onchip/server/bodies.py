@@ -48,6 +48,9 @@ _STRUCTURE = re.compile(
 class BodyMemory:
     """Bytes of all bodies that are being read, at most max_bytes."""
 
+    max_bytes: int
+    used: int
+
     def __init__(self, max_bytes: int):
         self.max_bytes, self.used = max_bytes, 0
 

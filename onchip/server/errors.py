@@ -12,6 +12,11 @@ class APIError(HTTPException):
     request is not read.
     """
 
+    status: int
+    message: str
+    code: str | None
+    param: str | None
+
     def __init__(
         self,
         status: int,

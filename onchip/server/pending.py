@@ -50,6 +50,8 @@ class PendingCall:
     the caller is gone.
     """
 
+    request_ids: tuple[str, ...]
+
     def __init__(self, request_ids: Sequence[str]):
         self.request_ids = tuple(request_ids)
         self.outputs: list[RequestOutput | None] = [None] * len(self.request_ids)

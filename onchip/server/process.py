@@ -159,6 +159,10 @@ class ServerProcess(uvicorn.Server):
     max_connections: limit of connections at a time. was_interrupted: whether SIGINT came.
     """
 
+    server: Server
+    drain_s: float
+    should_exit: bool
+
     def __init__(
         self,
         server: Server,
@@ -267,6 +271,9 @@ class BackgroundServer:
 
     with BackgroundServer(server) as url: ...
     """
+
+    process: ServerProcess
+    url: str
 
     def __init__(
         self,

@@ -144,6 +144,8 @@ def find_failure(
 class _Builder:
     """Fields that every response has."""
 
+    head: dict[str, str | int]
+
     def __init__(self, prefix: str, model: str, read_token: ReadToken):
         name = f"{prefix}-{uuid.uuid4().hex}"
         self.head = {"id": name, "created": int(time.time()), "model": model}

@@ -87,6 +87,8 @@ class Service:
     read count, too. on_output: called with each output that arrives.
     """
 
+    num_steps: int
+
     def __init__(
         self,
         engine: EngineProtocol,

@@ -80,6 +80,9 @@ class AcceptedCall:
 class CallResponse(Response):
     """Base class of both responses; subclasses implement `respond`."""
 
+    call: AcceptedCall
+    metrics: Metrics
+
     def __init__(self, call: AcceptedCall, metrics: Metrics):
         super().__init__()
         self.call, self.metrics = call, metrics

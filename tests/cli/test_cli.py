@@ -82,7 +82,8 @@ assert callable(onchip.explain) and onchip.explain.__module__ == "onchip.core.ex
 assert {*onchip.__all__, "LLM", "masks"} <= set(dir(onchip))
 from onchip import *
 assert attention is onchip.attention
-print([name for name in onchip.__all__ if not callable(getattr(onchip, name))])
+found = {name: getattr(onchip, name) for name in onchip.__all__}
+print([name for name, x in found.items() if not callable(x) and x is not sys.modules[x.__name__]])
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr

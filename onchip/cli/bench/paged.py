@@ -21,6 +21,7 @@ import onchip
 from onchip.cli.bench import gpu, peers
 from onchip.cli.bench.gpu import GpuCandidate, Inputs, RowSpec, Scale
 from onchip.cli.bench.harness import Case, Row, Session, Threshold, hold, worst_cell
+from onchip.core.signatures import PagedOptions
 from onchip.cost.prefixes import costs
 from onchip.fold import cascade
 from onchip.quant.kv8 import FORMATS, quantise, snap_to_grid
@@ -215,8 +216,9 @@ def our_kv8(name: str, wide: GpuCandidate, form: torch.dtype, cache: Cache) -> G
     return GpuCandidate(name, attend, sets, wide.check, ours=True)
 
 
-def scales_of(scales: Tensor) -> dict[str, Tensor]:
-    return dict(zip(("k_scales", "v_scales"), scales, strict=True))
+def scales_of(scales: Tensor) -> PagedOptions:
+    k_scales, v_scales = scales
+    return {"k_scales": k_scales, "v_scales": v_scales}
 
 
 def quantised(pages: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,10 @@ from onchip.integrations.flash_attn.functions import unpack
 from onchip.integrations.flash_attn.options import contiguous
 
 
-def flash_attn_func(q, k, v, bias=None, causal=False, softmax_scale=None) -> Tensor:
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, causal: bool = False,
+    softmax_scale: float | None = None,
+) -> Tensor:  # fmt: skip
     """onchip.attention with bias (batch|1, heads|1, seqlen_q|1, seqlen_k), which gets no gradient,
     as upstream. causal needs as many queries as keys: upstream aligns it top-left.
     """
@@ -25,11 +28,17 @@ def flash_attn_func(q, k, v, bias=None, causal=False, softmax_scale=None) -> Ten
     return cast(Tensor, functional.attention(q, k, v, bias=bias, **options))
 
 
-def flash_attn_kvpacked_func(q, kv, bias=None, causal=False, softmax_scale=None) -> Tensor:
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, bias: Tensor | None = None, causal: bool = False,
+    softmax_scale: float | None = None,
+) -> Tensor:  # fmt: skip
     k, v = unpack("kv", kv, 2, 5)
     return flash_attn_func(q, k, v, bias, causal, softmax_scale)
 
 
-def flash_attn_qkvpacked_func(qkv, bias=None, causal=False, softmax_scale=None) -> Tensor:
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, bias: Tensor | None = None, causal: bool = False,
+    softmax_scale: float | None = None,
+) -> Tensor:  # fmt: skip
     q, k, v = unpack("qkv", qkv, 3, 5)
     return flash_attn_func(q, k, v, bias, causal, softmax_scale)

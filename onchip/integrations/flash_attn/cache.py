@@ -32,7 +32,10 @@ class FlashCache(NamedTuple):
         return self.k_pages.shape[1]
 
 
-def locate_cache(q, k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad) -> FlashCache:
+def locate_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None,
+    cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None,
+) -> FlashCache:  # fmt: skip
     layout = "(batch_cache, seqlen_cache, kv_heads, head_dim)"
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_layout(name, t, 4, "(batch, seqlen_q, heads, head_dim)" if name == "q" else layout)

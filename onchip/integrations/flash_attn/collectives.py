@@ -1,11 +1,16 @@
 """flash_attn.utils.distributed: collectives over the first dimension, with gradients."""
 
+from typing import TypeAlias
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Group: TypeAlias = "dist.ProcessGroup | None"
+Pending: TypeAlias = "tuple[Tensor, dist.Work | None]"  # the result, the handle of an async_op
 
-def all_gather_raw(input_: Tensor, process_group, async_op: bool = False):
+
+def all_gather_raw(input_: Tensor, process_group: Group, async_op: bool = False) -> Pending:
     """(the inputs of all ranks one after another, the handle if async_op). No gradient."""
     size = dist.get_world_size(process_group)
     out = input_.new_empty(size * input_.shape[0], *input_.shape[1:])
@@ -13,7 +18,7 @@ def all_gather_raw(input_: Tensor, process_group, async_op: bool = False):
     return out, dist.all_gather_into_tensor(*args)
 
 
-def reduce_scatter_raw(input_: Tensor, process_group, async_op: bool = False):
+def reduce_scatter_raw(input_: Tensor, process_group: Group, async_op: bool = False) -> Pending:
     """(this rank's part of the sum over ranks, the handle if async_op). No gradient."""
     size = dist.get_world_size(process_group)
     if input_.shape[0] % size:
@@ -24,7 +29,7 @@ def reduce_scatter_raw(input_: Tensor, process_group, async_op: bool = False):
     return out, handle
 
 
-def all_reduce_raw(input_: Tensor, process_group, async_op: bool = False):
+def all_reduce_raw(input_: Tensor, process_group: Group, async_op: bool = False) -> Pending:
     """(the sum over ranks, in the memory of a contiguous input, the handle if async_op)."""
     out = input_.contiguous()
     return out, dist.all_reduce(out, dist.ReduceOp.SUM, process_group, async_op)
@@ -62,16 +67,16 @@ class _AllReduce(torch.autograd.Function):
         return dout, None
 
 
-def all_gather(input_: Tensor, process_group) -> Tensor:
+def all_gather(input_: Tensor, process_group: Group) -> Tensor:
     """all_gather_raw; its gradient is reduce_scatter."""
     return _AllGather.apply(input_, process_group)
 
 
-def reduce_scatter(input_: Tensor, process_group) -> Tensor:
+def reduce_scatter(input_: Tensor, process_group: Group) -> Tensor:
     """reduce_scatter_raw; its gradient is all_gather."""
     return _ReduceScatter.apply(input_, process_group)
 
 
-def all_reduce(input_: Tensor, process_group) -> Tensor:
+def all_reduce(input_: Tensor, process_group: Group) -> Tensor:
     """all_reduce_raw of a copy; the gradient passes through, as upstream's does."""
     return _AllReduce.apply(input_, process_group)

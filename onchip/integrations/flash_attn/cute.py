@@ -19,10 +19,14 @@ OutLse = tuple[Tensor, Tensor | None]
 
 
 def flash_attn_func(
-    q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False,
-    window_size=NO_WINDOW, learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None,
-    deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None,
-    aux_scalars=None, block_sparse_tensors=None, block_sparse_tensors_bwd=None, return_lse=False,
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int | None, int | None] = NO_WINDOW,
+    learnable_sink: Tensor | None = None, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, score_mod: object = None,
+    score_mod_bwd: object = None, mask_mod: object = None, aux_tensors: object = None,
+    aux_scalars: object = None, block_sparse_tensors: object = None,
+    block_sparse_tensors_bwd: object = None, return_lse: bool = False,
 ) -> OutLse:  # fmt: skip
     """onchip.attention; window_size: None is no bound. learnable_sink: sinks."""
     refuse(qv=qv, gather_kv_indices=gather_kv_indices)
@@ -34,12 +38,18 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None,
-    softmax_scale=None, causal=False, window_size=NO_WINDOW, learnable_sink=None, softcap=0.0,
-    num_splits=1, pack_gqa=None, deterministic=False, score_mod=None, score_mod_bwd=None,
-    mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False,
-    scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False,
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, min_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None, page_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int | None, int | None] = NO_WINDOW, learnable_sink: Tensor | None = None,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, score_mod: object = None, score_mod_bwd: object = None,
+    mask_mod: object = None, block_sparse_tensors: object = None, aux_tensors: object = None,
+    aux_scalars: object = None, return_lse: bool = False, scheduler_metadata: Tensor | None = None,
+    seqlen_k_per_split: int | None = None, disable_scheduler_metadata: bool = False,
 ) -> OutLse:  # fmt: skip
     """onchip.varlen_attention; with page_table (batch, max_pages) and seqused_k (batch,), or
     cu_seqlens_k, paged_attention without gradient. Missing max_seqlens are read from the offsets,

@@ -2,7 +2,7 @@
 arguments in the extension's order. Programs call it for arguments that flash_attn_interface hides.
 """
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -13,8 +13,9 @@ USE_TRITON_ROCM = False  # flash_attn's kernels for AMD; onchip has its own disp
 
 
 def fwd(
-    q, k, v, out_, alibi_slopes, p_dropout, softmax_scale, is_causal, window_size_left,
-    window_size_right, softcap, return_softmax, gen_=None,
+    q: Tensor, k: Tensor, v: Tensor, out_: Tensor | None, alibi_slopes: Tensor | None,
+    p_dropout: float, softmax_scale: float | None, is_causal: bool, window_size_left: int,
+    window_size_right: int, softcap: float, return_softmax: bool, gen_: object = None,
 ) -> list[Tensor]:  # fmt: skip
     _check_generator(gen_)
     score = p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap
@@ -23,9 +24,12 @@ def fwd(
 
 
 def varlen_fwd(
-    q, k, v, out_, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes,
-    max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale, zero_tensors, is_causal,
-    window_size_left, window_size_right, softcap, return_softmax, gen_=None, num_splits=0,
+    q: Tensor, k: Tensor, v: Tensor, out_: Tensor | None, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor, seqused_k: Tensor | None, leftpad_k: Tensor | None,
+    block_table: Tensor | None, alibi_slopes: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
+    p_dropout: float, softmax_scale: float | None, zero_tensors: bool, is_causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, return_softmax: bool,
+    gen_: object = None, num_splits: int = 0,
 ) -> list[Tensor]:  # fmt: skip
     _check_generator(gen_)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -38,9 +42,11 @@ def varlen_fwd(
 
 
 def bwd(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, alibi_slopes, p_dropout, softmax_scale,
-    is_causal, window_size_left, window_size_right, softcap, deterministic, gen_=None,
-    rng_state=None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, alibi_slopes: Tensor | None,
+    p_dropout: float, softmax_scale: float | None, is_causal: bool, window_size_left: int,
+    window_size_right: int, softcap: float, deterministic: bool, gen_: object = None,
+    rng_state: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     _check_generator(gen_)
     dq, dk, dv = _empty(dq, q), _empty(dk, k), _empty(dv, v)
@@ -53,9 +59,12 @@ def bwd(
 
 
 def varlen_bwd(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
-    max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale, zero_tensors, is_causal,
-    window_size_left, window_size_right, softcap, deterministic, gen_=None, rng_state=None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor, alibi_slopes: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
+    p_dropout: float, softmax_scale: float | None, zero_tensors: bool, is_causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, deterministic: bool,
+    gen_: object = None, rng_state: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     _check_generator(gen_)
     dq, dk, dv = _empty(dq, q), _empty(dk, k), _empty(dv, v)
@@ -68,7 +77,7 @@ def varlen_bwd(
     return [dq, dk, dv, delta]
 
 
-def fwd_kvcache(*args, **kwargs) -> NoReturn:
+def fwd_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
     raise UnsupportedError(
         "flash_attn_2_cuda.fwd_kvcache is not supported: call flash_attn.flash_attn_with_kvcache"
     )

@@ -3,26 +3,54 @@ onchip's. num_splits, pack_gqa, sm_margin and scheduler_metadata tune its kernel
 decides, and num_splits=1 over a cache gives results that do not depend on the rest of the batch.
 """
 
-from typing import Any
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
 
 from onchip.core import functional
 from onchip.core.problem import UnsupportedError
+from onchip.core.signatures import No, Yes
 from onchip.integrations.flash_attn.functions import unpack
 from onchip.integrations.flash_attn.kvcache import flash_attn_with_kvcache as with_kvcache
-from onchip.integrations.flash_attn.options import FlashArguments, as_int, contiguous, onchip_lse
+from onchip.integrations.flash_attn.options import (
+    FlashArguments,
+    Lengths,
+    as_int,
+    contiguous,
+    onchip_lse,
+)
 from onchip.integrations.flash_attn.primitives import attend_in_pages, write_gradients
 
 NO_WINDOW = (-1, -1)
 
 
+@overload
 def flash_attn_func(
-    q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None,
-    v_descale=None, window_size=NO_WINDOW, attention_chunk=0, softcap=0.0, num_splits=1,
-    pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
-):  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: tuple[int, int] = NO_WINDOW,
+    attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+    return_attn_probs: No = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: tuple[int, int] = NO_WINDOW,
+    attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0, *,
+    return_attn_probs: Yes,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: tuple[int, int] = NO_WINDOW,
+    attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """onchip.attention: out, or with return_attn_probs (out, softmax_lse)."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     refuse(attention_chunk=attention_chunk or None)
@@ -32,11 +60,29 @@ def flash_attn_func(
     return functional.attention(q, k, v, **options, return_lse=bool(return_attn_probs))
 
 
+@overload
 def flash_attn_qkvpacked_func(
-    qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None,
-    window_size=NO_WINDOW, attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None,
-    sm_margin=0, return_attn_probs=False,
-):  # fmt: skip
+    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: tuple[int, int] = NO_WINDOW,
+    attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False,
+    num_heads_q: int | None = None, sm_margin: int = 0, return_attn_probs: No = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: tuple[int, int] = NO_WINDOW,
+    attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False,
+    num_heads_q: int | None = None, sm_margin: int = 0, *, return_attn_probs: Yes,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: tuple[int, int] = NO_WINDOW,
+    attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False,
+    num_heads_q: int | None = None, sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """flash_attn_func of qkv (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q +
     2 kv_heads, head_dim) with num_heads_q.
     """
@@ -50,12 +96,38 @@ def flash_attn_qkvpacked_func(
     return flash_attn_func(q, k, v, *score, 1, None, deterministic, sm_margin, return_attn_probs)
 
 
+@overload
 def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
-    softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
-    window_size=NO_WINDOW, attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None,
-    deterministic=False, sm_margin=0, return_attn_probs=False,
-):  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: tuple[int, int] = NO_WINDOW,
+    attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+    return_attn_probs: No = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: tuple[int, int] = NO_WINDOW,
+    attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0, *,
+    return_attn_probs: Yes,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: tuple[int, int] = NO_WINDOW,
+    attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """onchip.varlen_attention. seqused_k: int32 (batch,), the number of keys used of each sequence;
     without gradient.
     """
@@ -67,22 +139,56 @@ def flash_attn_varlen_func(
     lengths = cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k)
     q, k, v = map(contiguous, (q, k, v))
     if seqused_k is None:
-        call = arguments.options | {"return_lse": bool(return_attn_probs)}
-        return functional.varlen_attention(q, k, v, *lengths, **call)
+        return functional.varlen_attention(
+            q, k, v, *lengths, **arguments.options, return_lse=bool(return_attn_probs)
+        )
     check_no_gradient("seqused_k", q, k, v)
     with torch.no_grad():
         out, lse = attend_in_pages(q, k, v, lengths, arguments, (None, None, seqused_k))
     return (out, lse) if return_attn_probs else out
 
 
+@overload
 def flash_attn_with_kvcache(
-    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
-    cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
-    cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
-    q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
-    window_size=NO_WINDOW, attention_chunk=0, softcap=0.0, rotary_interleaved=True,
-    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
-):  # fmt: skip
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    qv: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None, rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0, softcap: float = 0.0,
+    rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None, num_splits: int = 0,
+    pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: No = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    qv: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None, rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0, softcap: float = 0.0,
+    rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None, num_splits: int = 0,
+    pack_gqa: bool | None = None, sm_margin: int = 0, *, return_softmax_lse: Yes,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...  # fmt: skip
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    qv: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None, rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0, softcap: float = 0.0,
+    rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None, num_splits: int = 0,
+    pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """flash_attn_with_kvcache of FlashAttention-2 with page_table for its block_table; packed q
     (total_q, heads, head_dim) with cu_seqlens_q and max_seqlen_q over pages as well. With
     return_softmax_lse upstream appends two empty tensors to (out, softmax_lse), and so does this.
@@ -111,7 +217,10 @@ def flash_attn_with_kvcache(
     return (out, lse, q.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
 
-def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of partial results over disjoint keys: out_partial (splits, batch, seqlen, heads,
     head_dim), lse_partial (splits, batch, seqlen, heads), both fp32; packed without batch.
     """
@@ -122,22 +231,32 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
 
 
 def get_scheduler_metadata(
-    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,
-    qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
-    cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=NO_WINDOW,
-    attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
+    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int,
+    headdim: int, cache_seqlens: Tensor, qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None, cache_leftpad: Tensor | None = None,
+    page_size: int | None = None, max_seqlen_k_new: int = 0, causal: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0, has_softcap: bool = False,
+    num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
 ) -> Tensor:  # fmt: skip
     """An empty int32 tensor as scheduler_metadata: calls here do not need it."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
 def flash_attn_forward(
-    q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
-    cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None,
-    seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
-    causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0,
-    rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
+    q: Tensor, k: Tensor, v: Tensor, k_new: Tensor | None = None, v_new: Tensor | None = None,
+    qv: Tensor | None = None, out_: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None, kv_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None, rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None, seqlens_rotary: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size_left: int = -1, window_size_right: int = -1, attention_chunk: int = 0,
+    softcap: float = 0.0, rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None,
+    num_splits: int = 1, pack_gqa: bool | None = None, sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, softmax_lse, two empty tensors) of any call, without autograd. out_: gets out."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
@@ -147,11 +266,13 @@ def flash_attn_forward(
     with torch.no_grad():
         if cu_seqlens_k is not None:
             refuse("with cu_seqlens_k", k_new=k_new, page_table=page_table)
-            lengths = cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k)
+            longest = as_int(max_seqlen_q), as_int(max_seqlen_k)
+            lengths = cast(Lengths, (cu_seqlens_q, cu_seqlens_k, *longest))
             q, k, v = map(contiguous, (q, k, v))
             if leftpad_k is None and seqused_k is None:
-                call = arguments.options | {"return_lse": True}
-                out, lse = functional.varlen_attention(q, k, v, *lengths, **call)
+                out, lse = functional.varlen_attention(
+                    q, k, v, *lengths, **arguments.options, return_lse=True
+                )
             else:
                 used = None, leftpad_k, seqused_k
                 out, lse = attend_in_pages(q, k, v, lengths, arguments, used)
@@ -176,10 +297,13 @@ def flash_attn_forward(
 
 
 def flash_attn_backward(
-    dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None,
-    sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None,
-    softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
-    deterministic=False, sm_margin=0,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    sequed_q: Tensor | None = None, sequed_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
+    dv: Tensor | None = None, softmax_scale: float | None = None, is_causal: bool = False,
+    window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+    deterministic: bool = False, sm_margin: int = 0,
 ) -> Tensor:  # fmt: skip
     """Write the gradients into dq, dk and dv, if given; return rowsum(out * dout), shaped as
     softmax_lse.

@@ -10,7 +10,7 @@ from onchip.core.problem import UnsupportedError
 def cross_entropy_loss(
     logits: Tensor, labels: Tensor, precomputed_lse: Tensor | None = None,
     label_smoothing: float = 0.0, logit_scale: float = 1.0, lse_square_scale: float = 0.0,
-    ignore_index: int = -100, inplace_backward: bool = False, process_group=None,
+    ignore_index: int = -100, inplace_backward: bool = False, process_group: object = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(losses, z_losses), fp32 (rows,), of logits (rows, classes) and labels (rows,). A loss is
 
@@ -36,10 +36,18 @@ def cross_entropy_loss(
 class CrossEntropyLoss(nn.Module):
     """cross_entropy_loss as a module; "mean" counts the labels that are not ignored."""
 
+    ignore_index: int
+    label_smoothing: float
+    logit_scale: float
+    lse_square_scale: float
+    inplace_backward: bool
+    process_group: object
+    return_z_loss: bool
+
     def __init__(
         self, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
         logit_scale: float = 1.0, lse_square_scale: float = 0.0, inplace_backward: bool = False,
-        process_group=None, return_z_loss: bool = False,
+        process_group: object = None, return_z_loss: bool = False,
     ):  # fmt: skip
         super().__init__()
         if reduction not in ("mean", "sum", "none"):
@@ -50,7 +58,9 @@ class CrossEntropyLoss(nn.Module):
         self.lse_square_scale, self.inplace_backward = lse_square_scale, inplace_backward
         self.process_group, self.return_z_loss = process_group, return_z_loss
 
-    def forward(self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None):
+    def forward(
+        self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """input: (rows, classes); target: (rows,). loss, or (loss, z_loss)."""
         both = cross_entropy_loss(
             input,

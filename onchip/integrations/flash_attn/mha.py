@@ -1,7 +1,7 @@
 """flash_attn.modules.mha: attention as modules, with the parameters of upstream's state dicts."""
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +32,17 @@ def get_alibi_slopes(nheads: int) -> list[float]:
 class _AttentionModule(nn.Module):
     """The options of the attention modules."""
 
+    causal: bool
+    softmax_scale: float | None
+    drop: nn.Dropout
+    window_size: tuple[int, int]
+    deterministic: bool
+
     def __init__(
-        self,
-        causal=False,
-        softmax_scale=None,
-        attention_dropout=0.0,
-        window_size=NO_WINDOW,
-        alibi_slopes=None,
-        deterministic=False,
-    ):
+        self, causal: bool = False, softmax_scale: float | None = None,
+        attention_dropout: float = 0.0, window_size: tuple[int, int] = NO_WINDOW,
+        alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    ):  # fmt: skip
         super().__init__()
         self.causal, self.softmax_scale = causal, softmax_scale
         self.drop = nn.Dropout(attention_dropout)
@@ -48,7 +50,7 @@ class _AttentionModule(nn.Module):
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
         self.window_size, self.deterministic = window_size, deterministic
 
-    def _options(self, causal: bool | None) -> dict:
+    def _options(self, causal: bool | None) -> dict[str, Any]:
         slopes = self.alibi_slopes
         return {
             "dropout_p": self.drop.p if self.training else 0.0,
@@ -61,43 +63,44 @@ class _AttentionModule(nn.Module):
 
 
 class FlashSelfAttention(_AttentionModule):
-    def forward(self, qkv, causal=None, cu_seqlens=None, max_seqlen=None) -> Tensor:
+    def forward(
+        self, qkv: Tensor, causal: bool | None = None, cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """qkv: (batch, seqlen, 3, heads, head_dim), or (total, 3, heads, head_dim) with cu_seqlens
         and max_seqlen. causal: instead of the module's.
         """
         options = self._options(causal)
         if cu_seqlens is None:
-            return cast(Tensor, flash_attn_func(*qkv.unbind(-3), **options))
-        return cast(
-            Tensor, flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **options)
-        )
+            q, k, v = qkv.unbind(-3)
+            return flash_attn_func(q, k, v, **options)
+        lengths: Any = cu_seqlens, max_seqlen
+        return flash_attn_varlen_qkvpacked_func(qkv, *lengths, **options)
 
 
 class FlashCrossAttention(_AttentionModule):
     def __init__(
-        self,
-        causal=False,
-        softmax_scale=None,
-        attention_dropout=0.0,
-        alibi_slopes=None,
-        window_size=NO_WINDOW,
-        deterministic=False,
-    ):
+        self, causal: bool = False, softmax_scale: float | None = None,
+        attention_dropout: float = 0.0, alibi_slopes: Tensor | None = None,
+        window_size: tuple[int, int] = NO_WINDOW, deterministic: bool = False,
+    ):  # fmt: skip
         score = causal, softmax_scale, attention_dropout
         super().__init__(*score, window_size, alibi_slopes, deterministic)
 
     def forward(
-        self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None,
-        max_seqlen_k=None,
+        self, q: Tensor, kv: Tensor, causal: bool | None = None, cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None, cu_seqlens_k: Tensor | None = None,
+        max_seqlen_k: int | None = None,
     ) -> Tensor:  # fmt: skip
         """q: (batch, seqlen_q, heads, head_dim); kv: (batch, seqlen_k, 2, kv_heads, head_dim); or
         both packed.
         """
         options = self._options(causal)
         if cu_seqlens is None:
-            return cast(Tensor, flash_attn_func(q, *kv.unbind(-3), **options))
-        lengths = cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k
-        return cast(Tensor, flash_attn_varlen_kvpacked_func(q, kv, *lengths, **options))
+            k, v = kv.unbind(-3)
+            return flash_attn_func(q, k, v, **options)
+        lengths: Any = cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k
+        return flash_attn_varlen_kvpacked_func(q, kv, *lengths, **options)
 
 
 class CrossAttention(_AttentionModule):
@@ -105,10 +108,16 @@ class CrossAttention(_AttentionModule):
     are masked, and a query that sees no key gives 0.
     """
 
-    def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
+    def __init__(
+        self, causal: bool = False, softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+    ):  # fmt: skip
         super().__init__(causal, softmax_scale, attention_dropout)
 
-    def forward(self, q, kv, causal=None, key_padding_mask=None) -> Tensor:
+    def forward(
+        self, q: Tensor, kv: Tensor, causal: bool | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """key_padding_mask: bool (batch, seqlen_k), True is kept; causal is then aligned to the
         last kept key.
         """
@@ -123,10 +132,15 @@ class CrossAttention(_AttentionModule):
 class SelfAttention(_AttentionModule):
     """FlashSelfAttention with key_padding_mask; see CrossAttention about masked keys."""
 
-    def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
+    def __init__(
+        self, causal: bool = False, softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+    ):  # fmt: skip
         super().__init__(causal, softmax_scale, attention_dropout)
 
-    def forward(self, qkv, causal=None, key_padding_mask=None) -> Tensor:
+    def forward(
+        self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         options = self._options(causal)
         q, k, v = qkv.unbind(-3)
         if key_padding_mask is None:
@@ -152,12 +166,33 @@ class MHA(nn.Module):
     and out_proj. fused_bias_fc, upstream's fused Linear, has no effect here.
     """
 
+    head_dim: int
+    num_heads_kv: int
+    cross_attn: bool
+    causal: bool
+    layer_idx: int | None
+    use_flash_attn: bool
+    return_residual: bool
+    rotary_emb_dim: int
+    checkpointing: bool
+    rotary_emb: RotaryEmbedding
+    Wq: nn.Linear
+    Wkv: nn.Linear
+    Wqkv: nn.Linear
+    inner_attn: FlashSelfAttention | SelfAttention
+    inner_cross_attn: FlashCrossAttention | CrossAttention
+    out_proj: nn.Linear
+
     def __init__(
-        self, embed_dim, num_heads, num_heads_kv=None, cross_attn=False, qkv_proj_bias=True,
-        out_proj_bias=True, dropout=0.0, softmax_scale=None, causal=False, layer_idx=None,
-        dwconv=False, rotary_emb_dim=0, rotary_emb_base=10000.0, rotary_emb_scale_base=None,
-        rotary_emb_interleaved=False, use_alibi=False, window_size=NO_WINDOW, fused_bias_fc=False,
-        use_flash_attn=False, return_residual=False, checkpointing=False, device=None, dtype=None,
+        self, embed_dim: int, num_heads: int, num_heads_kv: int | None = None,
+        cross_attn: bool = False, qkv_proj_bias: bool = True, out_proj_bias: bool = True,
+        dropout: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+        layer_idx: int | None = None, dwconv: bool = False, rotary_emb_dim: int = 0,
+        rotary_emb_base: float = 10000.0, rotary_emb_scale_base: float | None = None,
+        rotary_emb_interleaved: bool = False, use_alibi: bool = False,
+        window_size: tuple[int, int] = NO_WINDOW, fused_bias_fc: bool = False,
+        use_flash_attn: bool = False, return_residual: bool = False, checkpointing: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__()
         if dwconv:
@@ -188,15 +223,18 @@ class MHA(nn.Module):
             self.inner_attn, self.inner_cross_attn = SelfAttention(*score), CrossAttention(*score)
         self.out_proj = nn.Linear(embed_dim, embed_dim, out_proj_bias, **kept)
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None) -> Tensor:
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
         weight = self.out_proj.weight
         shape = batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim
         return torch.empty(shape, dtype=dtype or weight.dtype, device=weight.device)
 
     def forward(
-        self, x, x_kv=None, key_padding_mask=None, cu_seqlens=None, max_seqlen=None,
-        mixer_subset=None, inference_params=None, **kwargs,
-    ):  # fmt: skip
+        self, x: Tensor, x_kv: Tensor | None = None, key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+        mixer_subset: slice | Tensor | None = None, inference_params: Any = None, **kwargs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """x: (batch, seqlen, embed_dim), or (total, embed_dim) with cu_seqlens and max_seqlen.
         x_kv: input of the keys, with cross_attn. mixer_subset: the queries to compute.
         inference_params: append keys and values to its cache, and attend to the whole cache.

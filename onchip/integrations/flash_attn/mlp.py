@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from onchip.core.problem import UnsupportedError
 from onchip.integrations.flash_attn.options import round_multiple
 
+WithResidual = Tensor | tuple[Tensor, Tensor]  # (y, x) with return_residual
+
 
 def swiglu(x: Tensor, y: Tensor) -> Tensor:
     """silu(x) * y, in fp32 and rounded once."""
@@ -23,10 +25,16 @@ def sqrelu_fwd(x: Tensor) -> Tensor:
 class Mlp(nn.Module):
     """fc2(activation(fc1(x)))"""
 
+    return_residual: bool
+    activation: Callable[[Tensor], Tensor]
+    fc1: nn.Linear
+    fc2: nn.Linear
+
     def __init__(
-        self, in_features, hidden_features=None, out_features=None,
-        activation: Callable[[Tensor], Tensor] = F.gelu, bias1=True, bias2=True,
-        return_residual=False, device=None, dtype=None,
+        self, in_features: int, hidden_features: int | None = None, out_features: int | None = None,
+        activation: Callable[[Tensor], Tensor] = F.gelu, bias1: bool = True, bias2: bool = True,
+        return_residual: bool = False, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__()
         hidden = 4 * in_features if hidden_features is None else hidden_features
@@ -35,7 +43,7 @@ class Mlp(nn.Module):
         self.fc1 = nn.Linear(in_features, hidden, bias1, device, dtype)
         self.fc2 = nn.Linear(hidden, out, bias2, device, dtype)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> WithResidual:
         y = self.fc2(self.activation(self.fc1(x)))
         return (y, x) if self.return_residual else y
 
@@ -43,10 +51,16 @@ class Mlp(nn.Module):
 class GatedMlp(nn.Module):
     """fc2(y * activation(gate)), where fc1(x) holds y, then gate."""
 
+    return_residual: bool
+    activation: Callable[[Tensor], Tensor]
+    fc1: nn.Linear
+    fc2: nn.Linear
+
     def __init__(
-        self, in_features, hidden_features=None, out_features=None,
-        activation: Callable[[Tensor], Tensor] = torch.sigmoid, bias1=True, bias2=True,
-        multiple_of=128, return_residual=False, device=None, dtype=None,
+        self, in_features: int, hidden_features: int | None = None, out_features: int | None = None,
+        activation: Callable[[Tensor], Tensor] = torch.sigmoid, bias1: bool = True,
+        bias2: bool = True, multiple_of: int = 128, return_residual: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__()
         hidden = int(8 * in_features / 3) if hidden_features is None else hidden_features
@@ -56,7 +70,7 @@ class GatedMlp(nn.Module):
         self.fc1 = nn.Linear(in_features, 2 * hidden, bias1, device, dtype)
         self.fc2 = nn.Linear(hidden, out, bias2, device, dtype)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> WithResidual:
         y, gate = self.fc1(x).chunk(2, -1)
         y = self.fc2(y * self.activation(gate))
         return (y, x) if self.return_residual else y
@@ -75,9 +89,10 @@ class FusedMLP(Mlp):
     """
 
     def __init__(
-        self, in_features, hidden_features=None, out_features=None, bias1=True, bias2=True,
-        activation="gelu_approx", return_residual=False, checkpoint_lvl=0, heuristic="auto",
-        device=None, dtype=None,
+        self, in_features: int, hidden_features: int | None = None, out_features: int | None = None,
+        bias1: bool = True, bias2: bool = True, activation: str = "gelu_approx",
+        return_residual: bool = False, checkpoint_lvl: int = 0, heuristic: str = "auto",
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
         if activation not in _FUSED:
             raise ValueError(f"{activation=} must be one of {', '.join(_FUSED)}")
@@ -85,7 +100,7 @@ class FusedMLP(Mlp):
         rest = bias1, bias2, return_residual, device, dtype
         super().__init__(*sizes, _FUSED[activation], *rest)
 
-    def forward(self, x, process_group=None):
+    def forward(self, x: Tensor, process_group: object = None) -> WithResidual:
         if process_group is not None:
             raise UnsupportedError("FusedMLP over several ranks is not supported")
         return super().forward(x)
@@ -94,13 +109,18 @@ class FusedMLP(Mlp):
 class FusedDense(nn.Linear):
     """A Linear. return_residual: (y, x)."""
 
+    return_residual: bool
+
     def __init__(
-        self, in_features, out_features, bias=True, return_residual=False, device=None, dtype=None
-    ):
+        self, in_features: int, out_features: int, bias: bool = True, return_residual: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
         self.return_residual = return_residual
 
-    def forward(self, x, process_group=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x: Tensor, process_group: object = None
+    ) -> WithResidual:
         if process_group is not None:
             raise UnsupportedError("FusedDense over several ranks is not supported")
         y = super().forward(x)

@@ -2,12 +2,14 @@
 rounded once, not fused.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from onchip.core.problem import UnsupportedError
+
+NormResult = Tensor | tuple[Tensor | None, ...]  # more than one with prenorm, weight1 or a mask
 
 
 class NormKind(NamedTuple):
@@ -26,10 +28,14 @@ class NormKind(NamedTuple):
 
 
 def layer_norm_fn(
-    x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0,
-    rowscale=None, prenorm=False, residual_in_fp32=False, zero_centered_weight=False,
-    is_rms_norm=False, return_dropout_mask=False, out_dtype=None, out=None, residual_out=None,
-):  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None,
+    x1: Tensor | None = None, weight1: Tensor | None = None, bias1: Tensor | None = None,
+    eps: float = 1e-6, dropout_p: float = 0.0, rowscale: Tensor | None = None,
+    prenorm: bool = False, residual_in_fp32: bool = False, zero_centered_weight: bool = False,
+    is_rms_norm: bool = False, return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None, out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> NormResult:  # fmt: skip
     """norm(dropout(x * rowscale) + dropout(x1) + residual) of the last dimension; with weight1 a
     second norm of the same sum. prenorm: also return the sum, in the dtype of residual, or without
     one in fp32 if residual_in_fp32. return_dropout_mask: append the masks of x and x1.
@@ -49,7 +55,7 @@ def layer_norm_fn(
         total = total + dropped
     total = total if residual is None else total + residual.float()
     dtype = x.dtype if out_dtype is None else out_dtype
-    results = [norm(total, weight, bias).to(dtype)]
+    results: list[Any] = [norm(total, weight, bias).to(dtype)]  # the masks may be None
     if weight1 is not None:
         results.append(norm(total, weight1, bias1).to(dtype))
     if prenorm:
@@ -60,10 +66,13 @@ def layer_norm_fn(
 
 
 def rms_norm_fn(
-    x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-6, dropout_p=0.0,
-    rowscale=None, prenorm=False, residual_in_fp32=False, zero_centered_weight=False,
-    return_dropout_mask=False, out_dtype=None, out=None, residual_out=None,
-):  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None,
+    x1: Tensor | None = None, weight1: Tensor | None = None, bias1: Tensor | None = None,
+    eps: float = 1e-6, dropout_p: float = 0.0, rowscale: Tensor | None = None,
+    prenorm: bool = False, residual_in_fp32: bool = False, zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False, out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None, residual_out: Tensor | None = None,
+) -> NormResult:  # fmt: skip
     """layer_norm_fn of the mean square alone."""
     args = x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale
     kind = prenorm, residual_in_fp32, zero_centered_weight, True
@@ -73,15 +82,16 @@ def rms_norm_fn(
 class RMSNorm(nn.Module):
     """rms_norm_fn as a module, of ops.triton.layer_norm."""
 
+    eps: float
+    zero_centered_weight: bool
+    drop: nn.Dropout | None
+    weight: nn.Parameter
+
     def __init__(
-        self,
-        hidden_size,
-        eps=1e-5,
-        dropout_p=0.0,
-        zero_centered_weight=False,
-        device=None,
-        dtype=None,
-    ):
+        self, hidden_size: int, eps: float = 1e-5, dropout_p: float = 0.0,
+        zero_centered_weight: bool = False, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.eps, self.zero_centered_weight = eps, zero_centered_weight
         self.drop = nn.Dropout(dropout_p) if dropout_p > 0.0 else None
@@ -92,7 +102,10 @@ class RMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
 
-    def forward(self, x, residual=None, prenorm=False, residual_in_fp32=False):
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> NormResult:  # fmt: skip
         return rms_norm_fn(
             x,
             self.weight,
@@ -106,18 +119,19 @@ class RMSNorm(nn.Module):
         )
 
 
-def layer_norm(x, weight, bias, epsilon):
-    return layer_norm_fn(x, weight, bias, eps=epsilon)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    return cast(Tensor, layer_norm_fn(x, weight, bias, eps=epsilon))
 
 
-def rms_norm(x, weight, epsilon):
-    return rms_norm_fn(x, weight, None, eps=epsilon)
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return cast(Tensor, rms_norm_fn(x, weight, None, eps=epsilon))
 
 
 def dropout_add_layer_norm(
-    x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, layerscale=None, prenorm=False,
-    residual_in_fp32=False, return_dropout_mask=False,
-):  # fmt: skip
+    x0: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, dropout_p: float,
+    epsilon: float, rowscale: Tensor | None = None, layerscale: Tensor | None = None,
+    prenorm: bool = False, residual_in_fp32: bool = False, return_dropout_mask: bool = False,
+) -> NormResult:  # fmt: skip
     """norm(layerscale * dropout(x0 * rowscale) + residual), with the extra results of
     layer_norm_fn.
     """
@@ -129,9 +143,10 @@ def dropout_add_layer_norm(
 
 
 def dropout_add_rms_norm(
-    x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, layerscale=None, prenorm=False,
-    residual_in_fp32=False, return_dropout_mask=False,
-):  # fmt: skip
+    x0: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, dropout_p: float,
+    epsilon: float, rowscale: Tensor | None = None, layerscale: Tensor | None = None,
+    prenorm: bool = False, residual_in_fp32: bool = False, return_dropout_mask: bool = False,
+) -> NormResult:  # fmt: skip
     """dropout_add_layer_norm of the mean square alone."""
     outputs = prenorm, residual_in_fp32, return_dropout_mask
     norm = NormKind(epsilon, is_rms_norm=True)
@@ -143,12 +158,18 @@ def dropout_add_rms_norm(
 class _DropoutAddNorm(nn.Module):
     """The modules of ops.layer_norm and ops.rms_norm."""
 
+    prenorm: bool
+    p: float
+    eps: float
+    residual_in_fp32: bool
+    weight: nn.Parameter
     has_bias: bool
     is_rms_norm: bool
 
     def __init__(
-        self, hidden_size, prenorm=False, p=0.0, eps=1e-5, residual_in_fp32=False, device=None,
-        dtype=None,
+        self, hidden_size: int, prenorm: bool = False, p: float = 0.0, eps: float = 1e-5,
+        residual_in_fp32: bool = False, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__()
         self.prenorm, self.p, self.eps = prenorm, p, eps
@@ -163,7 +184,7 @@ class _DropoutAddNorm(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x0, residual=None):
+    def forward(self, x0: Tensor, residual: Tensor | None = None) -> NormResult:
         outputs = self.prenorm, self.residual_in_fp32, False
         norm, p = NormKind(self.eps, self.is_rms_norm), self.p if self.training else 0.0
         weights = self.weight, self.bias
@@ -181,10 +202,13 @@ class DropoutAddRMSNorm(_DropoutAddNorm):
 class PlainRMSNorm(RMSNorm):
     """RMSNorm of ops.rms_norm, which has neither dropout nor a residual."""
 
-    def __init__(self, hidden_size, eps=1e-5, device=None, dtype=None):
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-5, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         super().__init__(hidden_size, eps, device=device, dtype=dtype)
 
-    def forward(self, x):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, x: Tensor) -> NormResult:  # pyright: ignore[reportIncompatibleMethodOverride]
         return rms_norm(x, self.weight, self.eps)
 
 

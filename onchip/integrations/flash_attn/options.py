@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +11,23 @@ from onchip.core.problem import Window
 
 Function = TypeVar("Function", bound=Callable)
 Lengths = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+
+
+class FlashScores(TypedDict):
+    """The options of onchip.attention that determine the probabilities."""
+
+    softmax_scale: float | None
+    causal: bool
+    window_size: Window
+    softcap: float
+    alibi_slopes: Tensor | None
+
+
+class FlashOptions(FlashScores):
+    """All options of onchip.attention that flash_attn has."""
+
+    dropout_p: float
+    deterministic: bool
 
 
 class FlashArguments(NamedTuple):
@@ -26,10 +43,8 @@ class FlashArguments(NamedTuple):
     return_attn_probs: bool = False
 
     @property
-    def scores(self) -> dict:
-        """The options of onchip.attention that determine the probabilities. A softcap of 0 or less
-        is off.
-        """
+    def scores(self) -> FlashScores:
+        """A softcap of 0 or less is off."""
         return {
             "softmax_scale": self.softmax_scale,
             "causal": bool(self.causal),
@@ -39,10 +54,12 @@ class FlashArguments(NamedTuple):
         }
 
     @property
-    def options(self) -> dict:
-        """All options of onchip.attention."""
-        rest = {"dropout_p": self.dropout_p, "deterministic": bool(self.deterministic)}
-        return self.scores | rest
+    def options(self) -> FlashOptions:
+        return {
+            **self.scores,
+            "dropout_p": self.dropout_p,
+            "deterministic": bool(self.deterministic),
+        }
 
 
 def window(window_size: tuple[int, int]) -> Window:

@@ -3,6 +3,8 @@ from out and softmax_lse. Programs with a gradient of their own call them: rings
 parallelism. They keep upstream's names, order and defaults, because programs read their signatures.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,8 +31,9 @@ Buffers = tuple[Tensor | None, Tensor | None, Tensor | None]  # dq, dk, dv to wr
 
 
 def flash_attn_forward(
-    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
-    alibi_slopes, return_softmax,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
+    return_softmax: bool,
 ) -> Forward:  # fmt: skip
     """(out, softmax_lse, S_dmask, rng_state) of (batch, seqlen, heads, head_dim). rng_state: int64
     (2,), the seed of the dropout mask and 0.
@@ -48,10 +51,12 @@ def flash_attn_forward(
 
 
 def flash_attn_varlen_forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
-    causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
-    return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
-    num_splits=0,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool,
+    window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, return_softmax: bool = False,
+    block_table: Tensor | None = None, leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None, zero_tensors: bool = False, num_splits: int = 0,
 ) -> Forward:  # fmt: skip
     """The same of packed sequences. block_table: k and v are pages. leftpad_k, seqused_k: int32
     (batch,), sequence b has keys from leftpad_k[b] on, and ends at seqused_k[b].
@@ -67,15 +72,19 @@ def flash_attn_varlen_forward(
             out, lse = attend_in_pages(q, k, v, lengths, arguments, used)
             return out, flash_lse(lse), q.new_empty(0), _rng_state(None, q)
         seed = functional.seed_tensor(None, q) if dropout_p else None
-        call = arguments.options | {"dropout_seed": seed, "return_lse": True}
-        out, lse = functional.varlen_attention(q, k, v, *lengths, **call)
+        out, lse = functional.varlen_attention(
+            q, k, v, *lengths, **arguments.options, dropout_seed=seed, return_lse=True
+        )
         s_dmask = packed_s_dmask(q, k, lse, lengths, arguments, seed if return_softmax else None)
         return out, flash_lse(lse), s_dmask, _rng_state(seed, q)
 
 
 def flash_attn_backward(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
-    window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dropout_p: float,
+    softmax_scale: float | None, causal: bool, window_size_left: int, window_size_right: int,
+    softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
+    rng_state: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Write the gradients into dq, dk and dv, if given; return rowsum(out * dout) (batch, heads,
     seqlen_q rounded up to a multiple of 128).
@@ -92,9 +101,12 @@ def flash_attn_backward(
 
 
 def flash_attn_varlen_backward(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-    max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
-    alibi_slopes, deterministic, rng_state=None, zero_tensors=False,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
+    softmax_scale: float | None, causal: bool, window_size_left: int, window_size_right: int,
+    softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
+    rng_state: Tensor | None = None, zero_tensors: bool = False,
 ) -> Tensor:  # fmt: skip
     """The same of packed sequences. rowsum(out * dout) is (heads, total_q + 128 * batch): that of
     sequence b begins at cu_seqlens_q[b] + 128 * b.
@@ -131,8 +143,9 @@ def _rng_state(seed: Tensor | None, q: Tensor) -> Tensor:
 
 
 def attend_in_pages(
-    q, k, v, lengths: Lengths, arguments: FlashArguments, used, return_lse: bool = True
-) -> Tensor | tuple[Tensor, ...]:
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, arguments: FlashArguments,
+    used: tuple[Tensor | None, Tensor | None, Tensor | None], return_lse: bool = True,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """(out, lse), or out, of sequences that use only some of their keys. Packed keys are treated as
     pages of one key each, so that a sequence may begin and end anywhere.
     """
@@ -156,9 +169,16 @@ def attend_in_pages(
     else:
         check_table(block_table, len(cu_seqlens_k) - 1)
         check_pages(k, block_table, seqlens, cu_seqlens_q.diff(), arguments)
-    queries = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
     return functional.paged_attention(
-        q, k, v, block_table, seqlens, **queries, **arguments.scores, return_lse=return_lse
+        q,
+        k,
+        v,
+        block_table,
+        seqlens,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        **arguments.scores,
+        return_lse=return_lse,
     )
 
 
@@ -178,7 +198,7 @@ def write_gradients(
     q, k, v = map(contiguous, qkv)
     out, lse, dout = saved
     seed = rng_state[0].clone() if arguments.dropout_p and rng_state is not None else None
-    fields = arguments.options | {"return_lse": True}
+    fields: dict[str, Any] = {**arguments.options, "return_lse": True}
     slopes = fields.pop("alibi_slopes")  # a tensor, not one of the scalar Options
     cu_q, cu_k, *max_seqlens = (None, None) if lengths is None else lengths
     x, options = Tensors(q, k, v, cu_q, cu_k, alibi_slopes=slopes), Options(**fields)

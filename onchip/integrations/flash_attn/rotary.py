@@ -86,6 +86,11 @@ class RotaryEmbedding(nn.Module):
     sequence.
     """
 
+    dim: int
+    base: float
+    interleaved: bool
+    scale_base: float | None
+
     def __init__(
         self,
         dim: int,

@@ -19,7 +19,9 @@ from onchip.kernels.cpu import philox
 ROUNDED_TO = 128
 
 
-def get_block_size_n(device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+def get_block_size_n(
+    device: torch.device | str | None, head_dim: int, is_dropout: bool, is_causal: bool,
+) -> int:  # fmt: skip
     """Keys in a block of flash_attn's forward kernel for A100 and H100."""
     if head_dim > 256:
         raise ValueError(f"{head_dim=} must be at most 256")

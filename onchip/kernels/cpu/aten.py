@@ -25,6 +25,7 @@ from torch import Tensor
 
 from onchip.core import machine
 from onchip.core.backend import (
+    Backend,
     Grads,
     Result,
     accumulator_dtype,
@@ -418,4 +419,4 @@ def _scatter_add(total: Tensor, part: Tensor, spans: tuple[tuple[int, int], ...]
         at += k1 - k0
 
 
-backend = make_backend(supports, forward, backward, options=OPTIONS)
+backend: Backend = make_backend(supports, forward, backward, options=OPTIONS)

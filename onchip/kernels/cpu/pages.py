@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from onchip.core.backend import Result, accumulator_dtype, empty_result, make_backend
+from onchip.core.backend import Backend, Result, accumulator_dtype, empty_result, make_backend
 from onchip.core.device import DeviceInfo
 from onchip.core.problem import Problem, Tensors
 from onchip.core.state import State, add_sink, finalize, lift, merge
@@ -181,4 +181,4 @@ def _hidden_keys(problem: Problem, bucket: SequenceBucket, keys: Tensor) -> Tens
     return hidden if left is None else hidden | (ahead < -left)
 
 
-backend = make_backend(supports, forward, options=OPTIONS)
+backend: Backend = make_backend(supports, forward, options=OPTIONS)

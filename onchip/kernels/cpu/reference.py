@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.backend import (
+    Backend,
     Grads,
     Result,
     Stats,
@@ -160,6 +161,6 @@ def _append_sink(s: Tensor, head_slice: HeadSlice, sinks: Tensor) -> Tensor:
     return torch.cat([s, sink.expand(s.shape[0], -1, s.shape[2], 1)], -1)
 
 
-backend = make_backend(
+backend: Backend = make_backend(
     supports, forward, backward, options=OPTIONS, precisions=(None, *LOW_PRECISIONS)
 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.backend import (
+    Backend,
     Grads,
     Result,
     Stats,
@@ -172,4 +173,4 @@ def _tile_bounds(head_slice: HeadSlice, q: Tensor, q0: int) -> Iterator[TileBoun
             yield TileBounds(q0, q0 + rows, n, min(n + tile_n, k1))
 
 
-backend = make_backend(supports, forward, backward, options=OPTIONS)
+backend: Backend = make_backend(supports, forward, backward, options=OPTIONS)

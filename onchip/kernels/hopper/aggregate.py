@@ -6,9 +6,9 @@ decorator writes the same one for both.
 
 import linecache
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate
+
+from onchip.kernels.hopper.gluon_types import gl, gluon
 
 
 def aggregate(cls):

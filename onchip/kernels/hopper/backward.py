@@ -27,12 +27,11 @@ examples/versions has no backward; docs/kernels.md derives it. backward_split.py
 gradient at a time, deterministically, and at head_dim 256.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.block_sparse import BlockEntries, BlockMaskLists, num_listed_tiles
+from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.mask import apply_block_mask_transposed, apply_window, get_block_range
 from onchip.kernels.hopper.pipeline import (
     LinkedStages,

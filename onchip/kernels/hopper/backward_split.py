@@ -25,12 +25,11 @@ tiles of 64. The queries 128..255 see the key tiles 0..3: 0 and 1 are full, 2 an
 backward.py computes all gradients in one kernel; docs/kernels.md derives both.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.block_sparse import BlockEntries, BlockMaskLists, num_listed_tiles
+from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.mask import (
     apply_block_mask,
     apply_block_mask_transposed,

@@ -1,10 +1,8 @@
 """The block lists of a mask: by block rows, or by strips of the 192 queries of three consumers."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from onchip.kernels import strips
 from onchip.kernels.hopper.aggregate import aggregate
+from onchip.kernels.hopper.gluon_types import gl, gluon
 
 BLOCK = gl.constexpr(128)  # the unit of a block mask: see onchip/masks/blockmask.py
 WORDS_PER_ROW = gl.constexpr(4)  # 32-bit words of a row of a bit tile

@@ -2,10 +2,8 @@
 a launch of its own: the program that finds all partial states of a sequence complete merges them.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from onchip.kernels.hopper.aggregate import aggregate
+from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.pipeline import sync_partition
 from onchip.kernels.hopper.softmax import LN2, LOG2E
 

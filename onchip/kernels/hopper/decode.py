@@ -23,8 +23,6 @@ With 3,000 keys (47 tiles) there would be 11 ranges of 4 or 5 tiles, for each kv
 examples/versions/v2.py shows the fold over key tiles; docs/kernels.md explains split-KV.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -38,6 +36,7 @@ from onchip.kernels.hopper.dequant import (
     split_query,
     unpack,
 )
+from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.pipeline import (
     LANES,
     PREFETCH_DISTANCE,

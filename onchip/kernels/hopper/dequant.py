@@ -2,12 +2,11 @@
 elements of head_dim are multiplied separately. The reasons are in kernels/triton/eight.py.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from onchip.kernels import unpack
 from onchip.kernels.hopper.aggregate import aggregate
+from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.pipeline import LANES
 from onchip.kernels.hopper.softmax import approximate
 

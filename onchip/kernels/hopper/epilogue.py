@@ -1,11 +1,10 @@
 """The epilogue of the forward: sinks, lse, and the output of a tile, stored or merged."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
 from onchip.kernels.hopper.aggregate import aggregate
+from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.pipeline import (
     Pipeline,
     prefetch,

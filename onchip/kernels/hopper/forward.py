@@ -28,8 +28,6 @@ examples/versions/v3.py teaches this kernel in about 100 lines, v4.py the varian
 EMULATED_EXP2.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
@@ -49,6 +47,7 @@ from onchip.kernels.hopper.epilogue import (
     release_previous_out,
     store_out,
 )
+from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.mask import BlockRange, apply_block_mask, apply_window, load_mask_words
 from onchip.kernels.hopper.paging import make_paged_kv
 from onchip.kernels.hopper.params import ForwardConfig, ForwardParams, ForwardPipelines, WorkTile

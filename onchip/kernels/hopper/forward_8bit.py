@@ -29,8 +29,6 @@ there are 3 scales each. The last block has 44 tokens; the other 84 are zeros.
 examples/versions/v3.py teaches the pipeline, docs/numerics.md the recipes.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from onchip.kernels.hopper.aggregate import aggregate
@@ -44,6 +42,7 @@ from onchip.kernels.hopper.epilogue import (
     store_lse,
 )
 from onchip.kernels.hopper.forward import pop_work, skip_tiles, start_qk
+from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.mask import BlockRange, apply_window
 from onchip.kernels.hopper.paging import make_paged_kv
 from onchip.kernels.hopper.params import ForwardConfig, ForwardParams, ForwardPipelines, WorkTile

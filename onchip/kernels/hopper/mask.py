@@ -4,11 +4,9 @@ Example: causal, 300 queries and keys, tiles of 128. The queries 128..255 see th
 Tile 1 is cut by the diagonal, tile 0 is full: lo = 0, full_lo = 0, full_hi = 1, hi = 2.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.block_sparse import BLOCK, WORDS_PER_ROW
+from onchip.kernels.hopper.gluon_types import gl, gluon
 
 
 @aggregate

@@ -4,10 +4,8 @@ Example: a tile of 128 keys over pages of 16 slots is 8 parts of 16 rows. 300 ke
 parts past key 300 are loaded with length 0, so TMA fills them with zeros.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from onchip.kernels.hopper.aggregate import aggregate
+from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.pipeline import LANES, IndexPrefetch, make_index_prefetch
 
 

@@ -2,9 +2,6 @@
 constants, pipelines, and the next tile of queries.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.block_sparse import (
     BLOCK,
@@ -12,6 +9,7 @@ from onchip.kernels.hopper.block_sparse import (
     StripMaskLists,
     num_listed_tiles,
 )
+from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.mask import get_block_range
 from onchip.kernels.hopper.paging import PagedKV
 from onchip.kernels.hopper.pipeline import PingPong, Pipeline, WorkQueue

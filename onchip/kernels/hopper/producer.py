@@ -9,10 +9,8 @@ The work item of the next tile is pushed before the last key tile, because a dra
 takes longer than a key tile.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from onchip.kernels.hopper.aggregate import aggregate
+from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.pipeline import PREFETCH_DISTANCE
 from onchip.kernels.hopper.tile_scheduler import next_work_index, reset_counter
 

@@ -1,9 +1,7 @@
 """Sequence lengths and offsets of a call, dense or packed, and the TMA coordinates of its rows."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from onchip.kernels.hopper.aggregate import aggregate
+from onchip.kernels.hopper.gluon_types import gl, gluon
 
 
 @aggregate

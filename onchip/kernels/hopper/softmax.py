@@ -1,9 +1,7 @@
 """The online softmax of the Hopper kernels, in base 2: what happens between QK and PV."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from onchip.kernels.hopper.aggregate import aggregate
+from onchip.kernels.hopper.gluon_types import gl, gluon
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)

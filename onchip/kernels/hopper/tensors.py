@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onchip.core.backend import Result
 from onchip.core.problem import Problem, Tensors
+from onchip.kernels.hopper.gluon_types import gl
 from onchip.kernels.tiles import HopperBackwardConfig, HopperConfig, HopperSplitConfig
 from onchip.masks.blockmask import BlockLists
 

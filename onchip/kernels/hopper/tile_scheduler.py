@@ -5,10 +5,8 @@ producer draws the next work index from an atomic counter. Example: 300 tokens, 
 of 128 are the work indices 0, 1, 2; a causal call visits the tiles 2, 1, 0, the longest rows first.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
 from onchip.kernels.hopper.aggregate import aggregate
+from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.pipeline import LANES
 
 

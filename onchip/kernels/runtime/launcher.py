@@ -145,7 +145,7 @@ def _notify(compiled: Any, grid: tuple, args: tuple) -> None:
 _HERE = nullcontext()
 
 
-def on_device(q: Tensor) -> AbstractContextManager:
+def on_device(q: Tensor) -> AbstractContextManager[Any]:
     """Make q's device the current one: Triton launches on the current device."""
     device = q.get_device()  # -1 on the CPU
     if device < 0 or device == torch.cuda.current_device():

@@ -27,11 +27,11 @@ class CLauncher(NamedTuple):
     """
 
     launch: Callable
-    options: tuple
+    options: tuple[Any, ...]
     nested: bool
-    encode: Callable
+    encode: Callable[..., Any]
     dtypes: dict[int, int]  # dtype of a descriptor: the compiler's number -> the driver's number
-    maps: Sequence[dict]  # the encoding of each descriptor in the signature
+    maps: Sequence[dict[str, Any]]  # the encoding of each descriptor in the signature
     compiled: Any  # keeps the kernel's code on the device
 
 
@@ -40,9 +40,11 @@ class RawLaunch(NamedTuple):
 
     launcher: CLauncher
     grid: tuple[int, int, int]
-    args: list
+    args: list[Any]
     pointers: list[tuple[int, int, int]]  # (hole, buffer, bytes)
-    maps: list[tuple[int, int, int, tuple]]  # (hole, buffer, bytes, encoding) of each descriptor
+    maps: list[
+        tuple[int, int, int, tuple[Any, ...]]
+    ]  # (hole, buffer, bytes, encoding) of each descriptor
 
     def __call__(self, addresses: list[int], stream: int) -> None:
         launch, options, nested, encode, *_ = self.launcher
@@ -58,7 +60,10 @@ class RawLaunch(NamedTuple):
 
 
 def make_raw_launch(
-    compiled: Any, grid: tuple, args: tuple, locate: Callable[[Tensor], BufferOffset]
+    compiled: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    locate: Callable[[Tensor], BufferOffset],
 ) -> RawLaunch:
     """The launch compiled[grid](*args), without references to its tensors. Raises
     RawLaunchUnsupported if it must go through Triton.

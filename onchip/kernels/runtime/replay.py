@@ -70,7 +70,9 @@ _SEEN_ONCE = object()  # the next call with this key is recorded
 _NOT_RECORDABLE = object()
 
 
-def replay_or_run(compute: Callable, call: CachedCall, x: Tensors, kernel: str | None, *saved: Any):
+def replay_or_run(
+    compute: Callable[..., Any], call: CachedCall, x: Tensors, kernel: str | None, *saved: Any
+) -> Any:
     """compute(call.problem, x, kernel, *saved), a named tuple of tensors, replayed if possible.
     The call fixes the layout of x. With saved tensors the layouts are part of the key, because
     hooks on saved tensors may change them.

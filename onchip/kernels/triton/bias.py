@@ -20,6 +20,7 @@ p is recomputed as in backward.py; the forward loop is taught in examples/versio
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -147,7 +148,7 @@ def _digits(x, a, b, c):
 _dbias_kernel = CachedLauncher(dbias_kernel)
 
 
-def bias_gradient(problem: Problem, args: LaunchArgs, saved: tuple) -> Tensor:
+def bias_gradient(problem: Problem, args: LaunchArgs, saved: tuple[Any, ...]) -> Tensor:
     """dbias in fp32."""
     bias = args.tensors[6]
     if not saved[0].numel() or not bias.numel():

@@ -5,7 +5,7 @@ TRITON_INTERPRET=1 runs the same kernels on the CPU, slowly: for tests and for r
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from importlib.util import find_spec
 
 import torch
@@ -27,7 +27,7 @@ MIN_CAPABILITY = (8, 0)  # bf16 tensor cores and asynchronous copies
 
 
 class TritonBackend(Backend):
-    options = OPTIONS
+    options: Set[str] = OPTIONS
 
     def supports(self, problem: Problem, device: DeviceInfo) -> str | None:
         interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -87,7 +87,7 @@ class TritonBackend(Backend):
         return plan_splits(problem, x, lengths, hardware)
 
 
-backend = TritonBackend()
+backend: TritonBackend = TritonBackend()
 
 
 def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

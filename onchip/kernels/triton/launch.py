@@ -2,7 +2,7 @@
 work as possible.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +30,14 @@ WIDE = 1 << 24  # from this row stride on, offsets inside a tile could exceed 2^
 class LaunchArgs(NamedTuple):
     """The arguments that all kernels have in common, in the order of their signatures."""
 
-    tensors: tuple  # q, k, v, cu_seqlens, alibi_slopes, bias, dropout_seed, places
-    rows: tuple  # the block lists of the mask's rows and its tiles, or None
-    cols: tuple  # the same of its columns
-    strides: tuple
-    row_strides: tuple  # (batch, head) strides of the row lists
-    col_strides: tuple
-    scalars: tuple
-    dims: tuple  # HEAD_DIM, HEAD_DIM_V, LINEAR, ALIGN, PAD_DIM, PAD_DIM_V
+    tensors: tuple[Any, ...]  # q, k, v, cu_seqlens, alibi_slopes, bias, dropout_seed, places
+    rows: tuple[Any, ...]  # the block lists of the mask's rows and its tiles, or None
+    cols: tuple[Any, ...]  # the same of its columns
+    strides: tuple[Any, ...]
+    row_strides: tuple[Any, ...]  # (batch, head) strides of the row lists
+    col_strides: tuple[Any, ...]
+    scalars: tuple[Any, ...]
+    dims: tuple[Any, ...]  # HEAD_DIM, HEAD_DIM_V, LINEAR, ALIGN, PAD_DIM, PAD_DIM_V
     use: TritonUse
 
     @classmethod
@@ -70,7 +70,7 @@ class LaunchArgs(NamedTuple):
         return triton_config(kernel, self.use)
 
 
-def launch_options(config: TritonConfig) -> dict:
+def launch_options(config: TritonConfig) -> dict[str, Any]:
     """num_warps, num_stages and registers. enable_fp_fusion is always on, whatever Triton's
     default: a fused multiply-add rounds once less.
     """
@@ -82,7 +82,7 @@ def launch_options(config: TritonConfig) -> dict:
     return options | {"maxnreg": config.max_registers} if config.max_registers else options
 
 
-def dependent_options(config: TritonConfig, capability: tuple[int, int] | None) -> dict:
+def dependent_options(config: TritonConfig, capability: tuple[int, int] | None) -> dict[str, Any]:
     """launch_options with programmatic dependent launch, since Hopper: the kernel may start while
     its predecessor ends, and waits for it before its first memory access.
     """

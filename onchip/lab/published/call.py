@@ -16,6 +16,7 @@ from onchip.kernels.cpu.head_slice import HeadSlice, head_slices
 from onchip.kernels.cpu.scores import Scorer, TileBounds
 from onchip.kernels.tiles import TileConfig
 from onchip.masks.blockmask import BLOCK
+from onchip.masks.visibility import Visibility
 
 from .ledger import Ledger, TileVisit
 from .memory import Array, Span, Tile
@@ -35,6 +36,18 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 class PaperCall:
     """Arrays and tiles of one head slice."""
+
+    problem: Problem
+    book: Ledger
+    head_slice: HeadSlice
+    rule: Visibility
+    scorer: Scorer
+    wide: torch.dtype
+    scratch: torch.dtype
+    kv_heads: int
+    q: Array
+    k: Array
+    v: Array
 
     def __init__(self, problem: Problem, x: Tensors, head_slice: HeadSlice, book: Ledger):
         self.problem, self.book, self.head_slice = problem, book, head_slice

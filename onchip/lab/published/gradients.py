@@ -19,6 +19,15 @@ class Gradients:
     FlashAttention-2.
     """
 
+    book: Ledger
+    wide: torch.dtype
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    sum_q: Tensor
+    sum_k: Tensor
+    sum_v: Tensor
+
     def __init__(self, problem: Problem, x: Tensors, book: Ledger, summed_in_hbm: bool = True):
         self.book, self.wide = book, accumulator_dtype(problem.dtype)
         scratch, dtype = book.scratch or self.wide, grad_dtype(problem)

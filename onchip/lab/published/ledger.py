@@ -78,6 +78,11 @@ class Ledger(ByteCounts):
     that keeps the contract.
     """
 
+    sram: float | None
+    scratch: torch.dtype | None
+    watch: Callable[[TileVisit], None] | None
+    tiles: TileConfig | None
+
     def __init__(
         self,
         sram: float | None = None,

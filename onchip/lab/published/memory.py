@@ -19,6 +19,9 @@ Number = Union["Tile", float]
 class Tile:
     """A tensor on the chip, in accumulator precision."""
 
+    x: Tensor
+    book: Ledger
+
     def __init__(self, x: Tensor, book: Ledger):
         self.x, self.book = x, book
 
@@ -90,6 +93,11 @@ def _value(x: Number) -> Tensor | float:
 
 class Array:
     """A tensor in HBM, under its name in the ledger."""
+
+    book: Ledger
+    name: str
+    data: Tensor
+    wide: torch.dtype
 
     def __init__(self, book: Ledger, name: str, data: Tensor, wide: torch.dtype | None = None):
         self.book, self.name, self.data = book, name, data

@@ -61,6 +61,10 @@ class PagedArray(Array):
     counted: whether loads also read page ids. Only k does: v uses the same ids.
     """
 
+    pages: list[int]
+    group: int
+    counted: bool
+
     def __init__(self, like: Array, pool: Tensor, pages: list[int], group: int, counted: bool):
         super().__init__(like.book, like.name, pool, like.wide)
         self.pages, self.group, self.counted = pages, group, counted
