@@ -21,12 +21,17 @@ class Onchip(griffe.Extension):
         _rewrite(mod, [])
 
     def on_function(self, *, func: griffe.Function, **_) -> None:
+        if "unknown" in func.parameters:  # collects misspelt options for an error
+            del func.parameters["unknown"]
         _rewrite(func, [p.name for p in func.parameters])
 
     def on_class(self, *, cls: griffe.Class, **_) -> None:
         init = cls.members.get("__init__")
         parameters = [p.name for p in init.parameters] if isinstance(init, griffe.Function) else []
         _rewrite(cls, [*parameters, *cls.members])
+
+    def on_package(self, *, pkg: griffe.Module, **_) -> None:
+        _drop_fields(pkg)
 
 
 def _add_lazy_names(mod: griffe.Module) -> None:
@@ -36,6 +41,18 @@ def _add_lazy_names(mod: griffe.Module) -> None:
         if name not in mod.members:
             target = f"{getattr(module, name).__module__}.{name}"
             mod.set_member(name, griffe.Alias(name, target, parent=mod))
+
+
+def _drop_fields(obj: griffe.Module | griffe.Class) -> None:
+    """The signature of a dataclass shows its fields: those without a docstring are not listed
+    again. Griffe's own extension must have made the signatures before.
+    """
+    for name, member in list(obj.members.items()):
+        if isinstance(member, griffe.Module | griffe.Class):
+            _drop_fields(member)
+        elif "dataclass" in obj.labels and isinstance(member, griffe.Attribute):
+            if not member.docstring and "property" not in member.labels:
+                obj.del_member(name)
 
 
 def _rewrite(obj: griffe.Object, names: list[str]) -> None:
@@ -53,8 +70,8 @@ def to_markdown(text: str, names: list[str]) -> str:
 
 
 def _mark(prose: str, names: list[str]) -> str:
-    # Products are no emphasis, and out[, lse] is no link.
-    prose = re.sub(r"([*_<\\[])", r"\\\1", prose)
+    # Products are no emphasis, i <= j is no tag, and out[, lse] is no link.
+    prose = re.sub(r"([*_\\[])", r"\\\1", prose).replace("<", "&lt;")
     if not names:
         return prose
     name = "|".join(re.escape(n.replace("_", r"\_")) for n in names)
