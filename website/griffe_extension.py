@@ -50,9 +50,13 @@ def _drop_fields(obj: griffe.Module | griffe.Class) -> None:
     for name, member in list(obj.members.items()):
         if isinstance(member, griffe.Module | griffe.Class):
             _drop_fields(member)
-        elif "dataclass" in obj.labels and isinstance(member, griffe.Attribute):
-            if not member.docstring and "property" not in member.labels:
-                obj.del_member(name)
+        elif "dataclass" in obj.labels and _is_plain_field(member):
+            obj.del_member(name)
+
+
+def _is_plain_field(member: griffe.Object | griffe.Alias) -> bool:
+    is_value = isinstance(member, griffe.Attribute) and "property" not in member.labels
+    return is_value and not member.docstring
 
 
 def _rewrite(obj: griffe.Object, names: list[str]) -> None:

@@ -31,7 +31,10 @@ BROUGHT = {
 }
 _ORIGINS = {page: document for document, page in BROUGHT.items()}
 _FENCE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
-_LINK = re.compile(r"(\]\(|^\[[^]]+\]: )([^)\s#]+)(#[^)\s]*)?(?=\)|$)", re.MULTILINE)
+# [text](target#fragment), [name]: target, <img src="target"
+_LINK = re.compile(
+    r"""(\]\(|^\[[^]]+\]: |<img src=")([^)\s#"]+)(\#[^)\s"]*)?(?=[)"]|$)""", re.MULTILINE
+)
 _PIPE_IN_CODE = re.compile(r"`[^`\n]*\\\|[^`\n]*`")
 _LAB = "lab/index.html"
 _FRAME = f'<iframe class="lab" src="{_LAB}" title="The lab: seven interactive figures"></iframe>'
