@@ -37,7 +37,7 @@ _LINK = re.compile(
 )
 _PIPE_IN_CODE = re.compile(r"`[^`\n]*\\\|[^`\n]*`")
 _LAB = "lab/index.html"
-_FRAME = f'<iframe class="lab" src="{_LAB}" title="The lab: seven interactive figures"></iframe>'
+_FRAME = f'<iframe class="lab" data-src="{_LAB}" title="The lab: interactive figures"></iframe>'
 _FRAME += f'\n\n<a href="{_LAB}">The lab on a page of its own</a>'
 
 
@@ -79,7 +79,7 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_) -> str:
 def _to_site(prose: str, file: File, documents: set[str]) -> str:
     def replace(link: re.Match[str]) -> str:
         opening, target, fragment = link[1], link[2], link[3] or ""
-        if "://" in target or target == _LAB:
+        if "://" in target:
             return link[0]
         path = _page_of(_resolve(_origin(file), target), documents)
         return f"{opening}{relpath(path, dirname(file.src_uri) or '.')}{fragment}"
