@@ -22,7 +22,7 @@ NONE := || [ $$? = 5 ]
 # The oldest supported Triton, in a folder that precedes the environment on the path: no second torch is needed.
 OLDEST := $(VENV)/triton36
 
-.PHONY: help demo test test-extras test-all slow ci-setup programs triton36 upstream ring lint style types format lock dist dist-check clean
+.PHONY: help demo test test-extras test-all slow ci-setup programs triton36 upstream ring docs lint style types format lock dist dist-check clean
 
 help:
 	@echo "make demo         set up $(VENV) and run 'onchip demo' (about a minute)"
@@ -34,6 +34,7 @@ help:
 	@echo "make triton36     interpret and cross-compile the GPU kernels with Triton 3.6, the oldest supported"
 	@echo "make upstream     run transformers' own tests of attention with onchip: TRANSFORMERS=a clone of its repository"
 	@echo "make ring         run ring-flash-attention's own scripts with onchip: RING=a clone of its repository"
+	@echo "make docs         build the documentation as a site, in site/"
 	@echo "make lint         ruff (make style) and basedpyright (make types)"
 	@echo "make format       rewrite the files with ruff"
 	@echo "make lock         write constraints-hashed.txt from constraints.txt and the hashes of the package index"
@@ -90,6 +91,10 @@ upstream: $(VENV)/.upstream
 ring: $(VENV)/.test
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/programs/ring_flash_attention.py "$(RING)" $(TEST)
 
+# Without a network, and any warning fails. Open site/index.html, or serve the folder from anywhere.
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict && echo "site/index.html"
+
 lint: style types
 
 style: $(VENV)/.dev
@@ -116,7 +121,7 @@ dist-check: dist
 	@$(BIN)/python tests/install.py $(PYTHONS)
 
 clean:
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis onchip-demo.html
+	@rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis onchip-demo.html
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # If $(PYTHON) has torch 2.11 or later, the environment includes the packages of $(PYTHON), and only missing packages
@@ -167,6 +172,10 @@ $(VENV)/.programs: $(VENV)/.test
 	@echo "Installing programs of other projects ..."
 	@$(INSTALL) -e ".[programs]" && touch $@
 
+$(VENV)/.docs: $(VENV)/.run
+	@echo "Installing MkDocs ..."
+	@$(INSTALL) -e ".[docs]" && touch $@
+
 $(VENV)/.dev: $(VENV)/.test
 	@echo "Installing the linters ..."
 	@$(INSTALL) -e ".[dev]" && touch $@
@@ -174,4 +183,4 @@ $(VENV)/.dev: $(VENV)/.test
 # The packages that .ci/run needs, in one installation instead of three.
 ci-setup: $(VENV)/.run
 	@echo "Installing the test tools, programs of other projects and the linters ..."
-	@$(INSTALL) -e ".[programs,dev]" && touch $(VENV)/.test $(VENV)/.programs $(VENV)/.dev
+	@$(INSTALL) -e ".[programs,dev]" && touch $(VENV)/.test $(VENV)/.programs $(VENV)/.docs $(VENV)/.dev

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import tables
 from onchip.cli import bench
 from tests.cli.parsing import parse
+from tests.masks.test_masks_doc import run_examples
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -111,6 +112,13 @@ def test_commands_exist(page, monkeypatch, tmp_path):
         elif len(words) > 1 and words[0] == "onchip":
             args = parse(_without_shell(words[1:]))  # raises if there is no such command
             assert args.command != "bench" or args.name in (None, *bench.BENCHES), command
+
+
+def test_limits_quotes_the_errors():
+    results = list(run_examples((ROOT / "docs" / "limits.md").read_text(encoding="utf-8")))
+    assert len(results) > 12
+    for printed, expected in results:
+        assert printed == expected
 
 
 def test_named_tests_exist():
