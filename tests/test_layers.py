@@ -101,7 +101,7 @@ ALLOWED = {
         "core.problem",
         "core.validation",
         "core.values",
-        *("cost", "engine", "fold", "integrations", "kvcache", "masks", "models", "parallel"),
+        *("cost", "engine", "fold", "integrations", "kvcache", "masks", "models", "nn", "parallel"),
         *("quant", "testing"),
     },
 }
