@@ -35,6 +35,7 @@ BENCHES |= {
         "memory": "simulation: memory that a key/value cache wastes, by allocation scheme",
         "paper": "published figures on attention's bytes and times: predicted and measured",
         "roofline": "predicted times of the Hopper kernels against committed measurements",
+        "architectures": "registers and memory of the portable kernels, compiled for every GPU",
         "accuracy": "errors against fp64 by dtype, kernel and input family; 8-bit emulation; exp2",
     }.items()
 }

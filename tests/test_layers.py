@@ -39,7 +39,8 @@ ALLOWED = {
     "core.backend": {"core.state", "core.device", "core.problem", "masks"},
     "core.derivatives": {"core.problem"},
     "core.flops": {"core.problem"},
-    "kernels.tiles": {"core.call_cache", "core.problem"},
+    "kernels.tiles": {"core.call_cache", "core.device", "core.problem"},
+    "kernels.tuned": {"core.device", "core.files", "kernels.tiles"},
     "kernels.strips": {"masks"},
     "kernels.unpack": set(),
     "kernels.runtime": {"core.call_cache", "core.problem"},
@@ -50,7 +51,9 @@ ALLOWED = {
     "kernels.hopper": _KERNEL,
     "kernels.llm": {*_KERNEL, "kernels.triton"},
     "fold": {"core.state", "core.files", "core.problem", "core.validation", "cost", "masks"},
-    "core.dispatch": {"core.backend", "core.call_cache", "core.device", "core.problem"},
+    "core.dispatch": {
+        *("core.backend", "core.call_cache", "core.device", "core.problem", "kernels.tuned"),
+    },
     "core.paged": {
         *("core.arguments", "core.backend", "core.problem", "core.torch_mode", "core.validation"),
         *("core.values", "masks", "quant"),
@@ -69,7 +72,7 @@ ALLOWED = {
     },
     "core.explain": {
         *("core.arguments", "core.backend", "core.device", "core.dispatch", "core.functional"),
-        *("core.paged", "core.problem", "cost", "fold", "kernels.tiles", "masks"),
+        *("core.paged", "core.problem", "cost", "fold", "kernels.tiles", "kernels.tuned", "masks"),
     },
     "testing": {"core.state", "core.problem", "masks"},  # judges kernels, so it imports none
     "kvcache": {"core.device", "core.problem", "core.values", "quant"},

@@ -4,8 +4,9 @@ Calls never tune at run time. This command searches every row of a table: it com
 differ from it in one field (`--quick`) or in at most two, holds them to the accuracy rule (in 8
 bits, to their recipe) at odd lengths, and times them in turns by graph replay, like the candidates
 of a benchmark. A row is worth replacing if another is faster by more than one per cent and by more
-than the noise. The command prints the lines to write into tiles.py. VARIED lists the values that
-are tried for each field.
+than the noise. `--write` writes these rows to the user's file of the device (kernels/tuned.py),
+which later calls read; without it the command only prints them. VARIED of tuned.py has the values
+that are tried for each field. The rows that candidates are compared with are the package's.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,41 +24,11 @@ from onchip import quant
 from onchip.cli.bench import gpu, patterns
 from onchip.cli.bench.harness import Case, Inaccurate, Row, Session, geomean
 from onchip.cli.progress import Interruptible
-from onchip.kernels import tiles
+from onchip.core.device import DeviceInfo, device_info
+from onchip.kernels import tiles, tuned
+from onchip.kernels.tuned import TEAMS, VARIED, is_consistent
 from onchip.testing import assert_accurate, make_qkv, oracle, rmse
 
-VARIED: dict[str, dict[str, tuple]] = {
-    "HopperConfig": {
-        "tile_n": (64, 128),
-        "num_stages": (2, 3, 4),
-        "q_stages": (1, 2),
-        "pingpong": (False, True),
-        "rescale": ("always", "moved", "stale"),
-        "rescale_under_qk": (False, True),
-        "delay_pv_wait": (0, 2, 4, 8, 16, 24),
-        "named_barriers": (False, True),
-        "emulated_exp2": (0, 8),
-        "dynamic": (False, True),
-    },
-    "HopperBackwardConfig": {"q_stages": (2, 3, 4), "dout_stages": (1, 2, 3)},
-    "HopperSplitConfig": {
-        "b0_stages": (2, 3, 4),
-        "b1_stages": (1, 2, 3),
-        "own_in_registers": (False, True),
-    },
-    "TritonConfig": {
-        "tile_m": (32, 64, 128),
-        "tile_n": (32, 64, 128),
-        "num_warps": (4, 8),
-        "num_stages": (2, 3, 4, 5),
-        "max_registers": (0, 128),
-    },
-}
-# The number of consumers decides how many registers each may have.
-TEAMS = (
-    {"consumers": 2, "consumer_regs": 240, "producer_regs": 24, "entry_regs": 168},
-    {"consumers": 3, "consumer_regs": 160, "producer_regs": 32, "entry_regs": 128},
-)
 GAIN = 1.01
 FP32_BYTES = 4  # in the keys of TRITON_DECODE
 DECODE_BATCH = 32
@@ -114,11 +86,13 @@ TRITON_WIDE = (
 WAYS = {"dkdv": "backward", "dq": "backward", "forward": "forward", "decode": "decode"}
 
 
-def tables(capability: tuple[int, int]) -> tuple[Table, ...]:
-    """The tables that a device of this capability uses."""
+def tables(capability: tuple[int, int] | None) -> tuple[Table, ...]:
+    """The tables that a device of this capability uses; None: a device of AMD."""
+    if capability is None:
+        return (Table("TRITON_AMD", "triton"), *TRITON)
     hopper = HOPPER if capability == (9, 0) else ()
-    sm80 = (Table("TRITON_SM80", "triton"),)
-    return (*hopper, *(TRITON_WIDE if capability[0] in (9, 10) else sm80), *TRITON)
+    small = (Table("TRITON_SM120" if capability[0] == 12 else "TRITON_SM80", "triton"),)
+    return (*hopper, *(TRITON_WIDE if capability[0] in (9, 10) else small), *TRITON)
 
 
 class Knob(NamedTuple):
@@ -128,7 +102,7 @@ class Knob(NamedTuple):
     key: Any
 
     def __str__(self) -> str:
-        return f"{self.table.name}[{_shown(self.key)}]"
+        return f"{self.table.name}[{tiles.show_key(self.key)}]"
 
     @property
     def row(self) -> Any:
@@ -156,12 +130,8 @@ class Knob(NamedTuple):
             yield Case("tune", mask, *sizes, backward=backward, way=self.way)
 
 
-def _shown(key: Any) -> str:
-    return ", ".join(map(repr, key)) if isinstance(key, tuple) else repr(key)
-
-
 def knobs(
-    capability: tuple[int, int],
+    capability: tuple[int, int] | None,
     kernels: Sequence[str] = (),
     ways: Sequence[str] = (),
     head_dims: Sequence[int] = (),
@@ -200,7 +170,7 @@ def candidates(knob: Knob, most: int) -> dict[str, Any]:
             for chosen in product(*fields):
                 change = {name: value for part in chosen for name, value in part.items()}
                 rows[_difference(change)] = row._replace(**change)
-    return {name: row for name, row in rows.items() if _makes_sense(row)}
+    return {name: row for name, row in rows.items() if is_consistent(row)}
 
 
 def _follows_the_call(name: str, value: Any) -> bool:
@@ -210,16 +180,6 @@ def _follows_the_call(name: str, value: Any) -> bool:
 
 def _difference(change: dict[str, Any]) -> str:
     return ", ".join(f"{n}={v}" for n, v in change.items() if not n.endswith("_regs"))
-
-
-def _makes_sense(row: Any) -> bool:
-    """The backward's pipeline of q must not have fewer stages than that of dout. If the output is
-    staged in the memory of q, a second q stage is not possible.
-    """
-    ahead = getattr(row, "q_stages", 0)
-    return ahead >= getattr(row, "dout_stages", 0) and not (
-        ahead > 1 and getattr(row, "out_in_q", False)
-    )
 
 
 @dataclass
@@ -302,7 +262,11 @@ class Search:
         peers = {CURRENT: timing.ms(CURRENT)}
         columns = {"peers": peers, "best_peer": CURRENT, "ratio": ratio.ratio}
         row = case.row(self.knob.table.kernel, timing.ms(name), "ms", **columns)
-        columns = {"table": self.knob.table.name, "key": _shown(self.knob.key), "candidate": name}
+        columns = {
+            "table": self.knob.table.name,
+            "key": tiles.show_key(self.knob.key),
+            "candidate": name,
+        }
         off = abs(timing.control - 1)
         doubts = [f"its A/A control is off by {off:.1%}"] if off > gpu.CONTROL_LIMIT else []
         columns |= {"config": self.right[name]._asdict(), "band": list(ratio[1:]), "doubts": doubts}
@@ -325,6 +289,15 @@ class Search:
             if gain >= GAIN and geomean([r.low for r in self.ratios[name]]) > 1.0:
                 return name
         return CURRENT
+
+    @property
+    def measurement(self) -> tuned.Measurement:
+        """What a file says about the knob."""
+        table, key, best = self.knob.table.name, self.knob.key, self.best
+        if best == CURRENT:
+            return tuned.Measurement(table, key)
+        cells = len(self.ratios[best])
+        return tuned.Measurement(table, key, self.right[best], self.gains()[best], cells)
 
 
 def _assert_follows_recipe(attend: Callable, q, k, v, *, precision: str, causal: bool) -> None:
@@ -350,13 +323,13 @@ def calls(session: Session, knob: Knob, case: Case) -> gpu.GpuCandidate:
     return gpu.GpuCandidate("onchip", attend, sets, lambda *_: {}, ours=True)
 
 
-def run(session: Session, choose: Callable[[tuple[int, int]], list[Knob]]) -> list[Search]:
+def run(session: Session, choose: Callable[[tuple[int, int] | None], list[Knob]]) -> list[Search]:
     """Search every knob that choose(capability) names; ValueError if there is none, or no GPU.
     Ctrl-C leaves the searches that were completed.
     """
     if not torch.cuda.is_available():
         raise ValueError("tile sizes are measured on the GPU they are for, and torch finds none")
-    chosen = choose(torch.cuda.get_device_capability())
+    chosen = choose(this_gpu().capability)
     if not chosen:
         raise ValueError("no row of kernels/tiles.py fits that choice on this GPU")
     searches = [Search(knob, 1 if session.quick else 2) for knob in chosen]
@@ -366,8 +339,20 @@ def run(session: Session, choose: Callable[[tuple[int, int]], list[Knob]]) -> li
     return [s for s in searches if not session.was_interrupted or s.is_complete(session.quick)]
 
 
+def this_gpu() -> DeviceInfo:
+    return device_info(torch.device("cuda", torch.cuda.current_device()))
+
+
+def write(searches: Sequence[Search], device: DeviceInfo) -> Path:
+    """Write the winners to the file of the device. A knob whose current row could not be timed is
+    left as the file has it.
+    """
+    timed = [s for s in searches if s.gains()]
+    return tuned.write(device, [s.measurement for s in timed])
+
+
 def print_searches(console, searches: Sequence[Search]) -> None:
-    """The five fastest candidates of every knob, then the lines to write into tiles.py."""
+    """The five fastest candidates of every knob, then the rows that beat the package's."""
     from rich.table import Table as Grid
 
     grid = Grid("row", "candidate", "speed", "band")
@@ -384,7 +369,7 @@ def print_searches(console, searches: Sequence[Search]) -> None:
 
 
 def lines(searches: Sequence[Search]) -> list[str]:
-    """Python that makes the winners the rows of tiles.py."""
+    """The winners as rows of tiles.py."""
     better = [s for s in searches if s.best != CURRENT]
     if not better:
         return ["# every row of tiles.py is kept"]

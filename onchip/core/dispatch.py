@@ -15,6 +15,7 @@ from onchip.core.backend import Backend, lacks
 from onchip.core.call_cache import clear_call_cache
 from onchip.core.device import DeviceInfo
 from onchip.core.problem import UNDECLARED, Problem, UnsupportedError
+from onchip.kernels import tuned
 
 
 class Plan(NamedTuple):
@@ -109,6 +110,8 @@ def _plan(key: tuple, device: DeviceInfo, kernel: str | None, backward: bool) ->
     problem = Problem(*key)
     if kernel is not None:
         _check_registered("kernel", kernel)
+    if device.type in ("cuda", "hip"):
+        tuned.load(device)  # before the first launch there
     reasons = {}
     chosen = None
     for name in _registry:

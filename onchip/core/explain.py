@@ -5,6 +5,7 @@ are read, and how much time reading shared pages once would save.
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from inspect import signature
 from itertools import accumulate
 from typing import NamedTuple
@@ -31,6 +32,7 @@ from onchip.cost.roofline import (
 )
 from onchip.cost.splits import first_key
 from onchip.fold import cascade
+from onchip.kernels import tuned
 from onchip.masks import BlockMask, as_mask
 from onchip.masks.blockmask import describe_blocks
 from onchip.masks.deferred import DeferredMask
@@ -99,6 +101,7 @@ class Explanation(NamedTuple):
     parts: tuple[ServedPart, ...] = ()  # of a mixed batch that is split
     mask: str = ""  # its expression, and how many of its blocks are FULL and PARTIAL
     launch: str = ""  # programs and tiles of the forward, if the backend says
+    tuned: str = ""  # the user's own tile rows on this device, if there are any
 
     @property
     def roofline(self) -> TimePrediction | None:
@@ -150,6 +153,7 @@ class Explanation(NamedTuple):
         yield "options", _describe_options(p)
         yield from self._kernel_lines()
         yield "launch", self.launch
+        yield "tiles", self.tuned
         yield "mask", self.mask
         backward = "" if self.pages else f", {backward_ratio(p) * self.flops:.3e} backward"
         yield "flops", f"{self.flops:.3e} forward{backward}, over {self._counted}"
@@ -272,7 +276,10 @@ def _explanation(
     device = target.as_device if target else device_info(x.q.device)
     hardware = target or of_device(x.q.device)
     chosen = plan(resolve_layout(problem, x), device, kernel)
-    launch = None if hardware is None else chosen.backend.describe_launch(problem, hardware)
+    launch, tuned_table = None, tuned.load(device)
+    if hardware is not None:
+        exactly = replace(hardware, name=device.name, capability=device.capability)
+        launch = chosen.backend.describe_launch(problem, exactly)
     return Explanation(
         problem,
         device,
@@ -283,6 +290,7 @@ def _explanation(
         residual_bytes=sum(p.residual_bytes for p in parts),
         hardware=hardware,
         launch=launch or "",
+        tuned=str(tuned_table) if tuned_table and tuned_table.rows else "",
     )
 
 

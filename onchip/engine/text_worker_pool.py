@@ -37,12 +37,21 @@ class JobEnded(ValueError):
         self.late = late
 
 
+def check_system(what: str) -> None:
+    """Raise ValueError on Windows, which starts no process with a socket as its standard input and
+    has no interval timers.
+    """
+    if sys.platform == "win32":
+        raise ValueError(f"{what} needs Linux or macOS (WSL on Windows): it starts text workers")
+
+
 class TextWorker:
     """One process. folder: of the tokenizer that it loads, None for templates only. Not
     thread-safe.
     """
 
     def __init__(self, folder: str | Path | None = None, job_bytes: int = JOB_BYTES):
+        check_system("a chat template or a tokenizer of a folder")
         self._connection, theirs = socket.socketpair()
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         with theirs:

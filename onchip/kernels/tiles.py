@@ -9,6 +9,7 @@ from math import inf, isqrt
 from typing import Any, NamedTuple
 
 from onchip.core.call_cache import clear_call_cache
+from onchip.core.device import SHARED_BYTES
 from onchip.core.problem import Problem
 
 
@@ -129,6 +130,8 @@ TRITON_SM80 = _triton_rows(
     dkdv=(_T(64, 64, 4, 2), _T(64, 64, 8, 2), _T(32, 32, 8, 1)),
     dq=(_T(128, 64, 8, 2), _T(128, 32, 8, 2), _T(64, 16, 8, 2)),
 )
+# By ptxas reports (2026-11-18, Triton 3.9), not timed: three stages of a forward of 128 spill.
+TRITON_SM120 = TRITON_SM80 | {("forward", 128): _T(128, 64, 8, 2)}
 # softcap, ALiBi, bias, dropout, statistics: long score arithmetic, and bias tiles also pass through
 # shared memory. 99 kB with all of them at once.
 TRITON_MODIFIED = _triton_rows(
@@ -136,6 +139,14 @@ TRITON_MODIFIED = _triton_rows(
     dkdv=(_T(32, 64, 8, 2), _T(32, 64, 8, 1), _T(16, 32, 8, 1)),
     dq=(_T(64, 32, 4, 2), _T(64, 32, 8, 2), _T(32, 32, 8, 1)),
     dbias=(_T(64, 64, 8, 1), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
+)
+# AMD (CDNA), 16-bit numbers and none of these options. By LLVM's reports (2026-11-18, Triton 3.9,
+# gfx942), not timed: rows of TRITON_MODIFIED but for dkdv of 128 (32 queries spill 33 registers)
+# and dq of 256 (32 x 32 spills 116).
+TRITON_AMD = _triton_rows(
+    forward=(_T(64, 64, 4, 1), _T(64, 32, 4, 1), _T(64, 32, 8, 1)),
+    dkdv=(_T(32, 64, 8, 1), _T(16, 64, 8, 1), _T(16, 32, 8, 1)),
+    dq=(_T(64, 32, 4, 1), _T(64, 32, 8, 1), _T(64, 16, 8, 1)),
 )
 # Without tensor cores both operands of a product are in registers.
 TRITON_FP32 = _triton_rows(
@@ -156,6 +167,11 @@ TRITON_DECODE = {
     (4, 128): _T(0, 16, 4, 2),
     (4, 256): _T(0, 16, 8, 2),
 }
+# 99 kB, by ptxas reports (2026-11-18, Triton 3.9, sm_86), not timed: 64 rows with two stages and 8
+# warps take 100.3 kB and spill in every product; one stage and 16 warps take 96 kB, no spills.
+TRITON_DECODE_99KB = {(4, 256): _T(0, 16, 16, 1)}
+# AMD, by LLVM's reports as above: 32 keys spill 12 registers.
+TRITON_DECODE_AMD = {(2, 256): _T(0, 16, 8, 1)}
 # All keys in one tile, of half as many keys: there is nothing to load ahead, and four programs of
 # 128 registers fit on a processor instead of two. By ptxas reports (2026-11-16, Triton 3.6), not
 # timed: a third fewer instructions, 4 spills of 1,080. head_dim 128 has such tiles anyway.
@@ -178,6 +194,8 @@ TRITON_CHUNK = {
     (4, 128): _T(32, 16, 8, 2),
     (4, 256): _T(32, 16, 8, 2),
 }
+# AMD, by LLVM's reports as above: 64 keys spill 61 registers.
+TRITON_CHUNK_AMD = {(2, 128): _T(64, 32, 4, 1)}
 # 8-bit pages with 16-bit queries, by ptxas reports (2026-11-15, Triton 3.6 and 3.9). decode: as
 # many bytes a tile as above, so twice the keys; with fewer, a row is loaded 4 bytes at a time.
 # chunk: a warpgroup product reads keys from shared memory, so unpacked keys would have to be
@@ -186,6 +204,11 @@ TRITON_CHUNK = {
 TRITON_KV8 = _triton_rows(
     decode=(_T(0, 256, 4, 3), _T(0, 128, 4, 3), _T(0, 64, 8, 2)),
     chunk=(_T(32, 128, 4, 3), _T(32, 128, 4, 3), _T(32, 64, 8, 3)),
+)
+# AMD, by LLVM's reports as above: the tiles of TRITON_KV8 spill 16 to 500 registers.
+TRITON_KV8_AMD = _triton_rows(
+    decode=(_T(0, 64, 4, 1), _T(0, 64, 4, 1), _T(0, 32, 8, 1)),
+    chunk=(_T(32, 64, 4, 1), _T(32, 64, 4, 1), _T(32, 16, 8, 1)),
 )
 TRITON_KV8_REGISTERS = 168  # of 210 at head_dim 128: three programs on a processor, not two
 DECODE_ROWS = 64  # queries x heads of a group; more have work enough for the plain forward
@@ -223,31 +246,32 @@ class TritonUse(NamedTuple):
     capability: tuple[int, int] | None
     has_mask: bool
     modified: bool  # more than scaling, masking and sinks
+    device: str = ""  # its name, by which a user's measured rows are found
 
 
 @cache
 def triton_config(kernel: str, use: TritonUse) -> TritonConfig:
     row = _triton_row(kernel, max(64, use.dim), use)
-    return row if use.capability else row._replace(num_stages=1)  # AMD: 64 kB
+    return row if use.capability else row._replace(num_stages=1)  # AMD: 64 kB of LDS
 
 
 def _triton_row(kernel: str, dim: int, use: TritonUse) -> TritonConfig:
     if kernel in ("delta", "merge"):
         return TRITON_MERGE if kernel == "merge" else TRITON_STREAMED
     if kernel in ("decode", "short", "paged", "paged_full", "chunk"):
-        return _decode_row(kernel, (use.itemsize, dim), use.capability)
-    return _triton_table(use).get((kernel, dim)) or TRITON_MODIFIED[kernel, dim]
+        return _decode_row(kernel, (use.itemsize, dim), use)
+    return find_row(triton_table(kernel, use), (kernel, dim), use.device)
 
 
-def _decode_row(
-    kernel: str, key: tuple[int, int], capability: tuple[int, int] | None
-) -> TritonConfig:
-    table = TRITON_CHUNK if kernel == "chunk" else TRITON_DECODE
+def _decode_row(kernel: str, key: tuple[int, int], use: TritonUse) -> TritonConfig:
     kind = "chunk" if kernel == "chunk" else "decode"
-    row = TRITON_KV8[kind, key[1]] if key[0] == 1 else table[key]
-    has_large_smem = capability is not None and capability[0] in (9, 10)
+    if key[0] == 1:
+        row = (TRITON_KV8 if use.capability else TRITON_KV8_AMD)[kind, key[1]]
+    else:
+        row = find_row(_decode_table(kind, key, use), key, use.device)
+    has_large_smem = use.capability is not None and use.capability[0] in (9, 10)
     if kernel == "short" and has_large_smem and key in TRITON_SHORT:
-        return TRITON_SHORT[key]
+        return find_row("TRITON_SHORT", key, use.device)
     if kernel == "paged" and has_large_smem:
         return row._replace(num_stages=TRITON_PAGED_STAGES)
     if kernel == "paged_full" and has_large_smem and key[1] == 128 and key[0] < 4:
@@ -256,14 +280,27 @@ def _decode_row(
     return row if has_large_smem else row._replace(num_stages=min(row.num_stages, 3))
 
 
-def _triton_table(use: TritonUse) -> dict[tuple[str, int], TritonConfig]:
+def _decode_table(kind: str, key: tuple[int, int], use: TritonUse) -> str:
+    """The name of the table: most rows are the same on all devices."""
+    table = f"TRITON_{kind.upper()}"
+    if use.capability is None:
+        special = TRITON_CHUNK_AMD if kind == "chunk" else TRITON_DECODE_AMD
+        return f"{table}_AMD" if key in special else table
+    has_99kb = use.capability not in SHARED_BYTES
+    return f"{table}_99KB" if has_99kb and kind == "decode" and key in TRITON_DECODE_99KB else table
+
+
+def triton_table(kernel: str, use: TritonUse) -> str:
+    """The name of the table with the rows of forward, dkdv, dq or dbias."""
     if use.itemsize == 4:
-        return TRITON_FP32
-    if use.modified or use.capability is None:
-        return TRITON_MODIFIED
+        return "TRITON_FP32"
+    if use.modified or kernel == "dbias":
+        return "TRITON_MODIFIED"
+    if use.capability is None:
+        return "TRITON_AMD"
     if use.capability[0] in (9, 10):
-        return TRITON_SM90_MASK if use.has_mask else TRITON_SM90
-    return TRITON_SM80
+        return "TRITON_SM90_MASK" if use.has_mask else "TRITON_SM90"
+    return "TRITON_SM120" if use.capability[0] == 12 else "TRITON_SM80"
 
 
 class HopperConfig(NamedTuple):
@@ -377,9 +414,7 @@ HOPPER_INT8_PV16 = {64: _INTS, 128: _INTS._replace(num_stages=2)}
 
 def hopper_quantised_config(precision: str | None, width: int) -> HopperConfig:
     """The row of a precision that is not None."""
-    tables: dict[str | None, dict[int, HopperConfig]]
-    tables = {"fp8": HOPPER_FP8, "int8": HOPPER_INT8, "int8_pv16": HOPPER_INT8_PV16}
-    return tables[precision][width]
+    return _hopper_row(f"HOPPER_{str(precision).upper()}", width)
 
 
 HOPPER_UNROUNDED_WIDTH = 128  # a wider unrounded output does not fit shared memory
@@ -392,15 +427,25 @@ def hopper_width(head_dim: int) -> int:
 
 def hopper_forward_of(problem: Problem) -> HopperConfig:
     width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
-    cut = problem.window[1] is not None
-    config = hopper_forward_config(
-        max(width, width_v), cut, problem.has_mask, _keys_met(problem), problem.page_size
-    )
+    config = hopper_forward_config(*_hopper_use(problem))
     if width != width_v:
         config = config._replace(out_in_q=False)  # the tiles differ, and there is enough memory
     if problem.out_dtype.itemsize == 4 and width_v == 128:
         config = config._replace(q_stages=1)  # an unrounded output takes the second stage of q
     return config
+
+
+def describe_hopper_row(problem: Problem) -> str:
+    """The row of hopper_forward_of, for `explain`."""
+    head_dim, *use = _hopper_use(problem)
+    dim = hopper_width(head_dim)
+    return describe_row(_hopper_forward_table(dim, *use), dim, _hopper_device)
+
+
+def _hopper_use(problem: Problem) -> tuple[int, bool, bool, int, int]:
+    """The arguments of hopper_forward_config."""
+    cut, head_dim = problem.window[1] is not None, max(problem.head_dim, problem.head_dim_v)
+    return head_dim, cut, problem.has_mask, _keys_met(problem), problem.page_size
 
 
 def _keys_met(problem: Problem) -> int:
@@ -422,14 +467,19 @@ def hopper_forward_config(
 ) -> HopperConfig:
     """cut: tiles differ in length (causal or window). keys: the keys that a tile reads."""
     dim = hopper_width(head_dim)
+    return _hopper_row(_hopper_forward_table(dim, cut, has_mask, keys, page_size), dim)
+
+
+def _hopper_forward_table(dim: int, cut: bool, has_mask: bool, keys: int, page_size: int) -> str:
+    """The name of the table."""
     if page_size:
-        return HOPPER_FORWARD_PAGED[dim]
+        return "HOPPER_FORWARD_PAGED"
     is_short = keys <= (HOPPER_SHORT if cut or has_mask else HOPPER_SHORT_DENSE)
-    short = HOPPER_FORWARD_SHORT.get(dim) if is_short else None
+    if is_short and dim in HOPPER_FORWARD_SHORT:
+        return "HOPPER_FORWARD_SHORT"
     if has_mask:
-        return short or HOPPER_FORWARD_MASK[dim]
-    dense = None if cut else HOPPER_FORWARD_DENSE.get(dim)
-    return short or dense or HOPPER_FORWARD[dim]
+        return "HOPPER_FORWARD_MASK"
+    return "HOPPER_FORWARD_DENSE" if not cut and dim in HOPPER_FORWARD_DENSE else "HOPPER_FORWARD"
 
 
 # Keys are copied page by page: a tile must be whole pages (or part of one page), and copies of
@@ -492,7 +542,7 @@ HOPPER_BACKWARD = {
 
 
 def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
-    return HOPPER_BACKWARD[hopper_width(head_dim)]
+    return _hopper_row("HOPPER_BACKWARD", hopper_width(head_dim))
 
 
 class HopperSplitConfig(NamedTuple):
@@ -519,22 +569,62 @@ HOPPER_SPLIT = {
 
 
 def hopper_split_config(head_dim: int) -> HopperSplitConfig:
-    return HOPPER_SPLIT[hopper_width(head_dim)]
+    return _hopper_row("HOPPER_SPLIT", hopper_width(head_dim))
+
+
+# Rows that a user measured with `onchip tune --write`, by device name, then by (table, key).
+# kernels/tuned.py reads and checks them. They take precedence over the rows above.
+Measured = dict[tuple[str, Any], Any]
+_measured: dict[str, Measured] = {}
+_hopper_device = ""  # the first device with rows of HOPPER_*, which serve the whole process
+_is_trial = False
+
+
+def find_row(table: str, key: Any, device: str = "") -> Any:
+    """The row of a table for a device: measured there by the user, else the package's."""
+    measured = None if _is_trial else _measured.get(device, {}).get((table, key))
+    return globals()[table][key] if measured is None else measured
+
+
+def describe_row(table: str, key: Any, device: str) -> str:
+    """A row by name, for `explain`: ', measured here' if it is the user's."""
+    is_measured = (table, key) in _measured.get(device, {})
+    return f"row {table}[{show_key(key)}]{', measured here' if is_measured else ''}"
+
+
+def show_key(key: Any) -> str:
+    return ", ".join(map(repr, key)) if isinstance(key, tuple) else repr(key)
+
+
+def _hopper_row(table: str, dim: int) -> Any:
+    """The host code of the Hopper kernels chooses rows without a device: all are alike."""
+    return find_row(table, dim, _hopper_device)
+
+
+def use_measured(device: str, rows: Measured) -> None:
+    """Let the rows precede those of the package on this device; {}: the package's alone."""
+    global _hopper_device
+    _measured[device] = rows
+    has_hopper_rows = any(table.startswith("HOPPER_") for table, _ in rows)
+    _hopper_device = _hopper_device or (device if has_hopper_rows else "")
+    triton_config.cache_clear()
 
 
 @contextmanager
 def trial(table: str, key: Any, row: Any) -> Iterator[None]:
     """Inside the block `table[key]` is `row`, for all calls of the process: `onchip tune` tries
-    rows this way. Cached choices are dropped at both ends; other calls pay nothing for it.
+    rows this way. All other rows are the package's. Cached choices are dropped at both ends; other
+    calls pay nothing for it.
     """
+    global _is_trial
     rows = globals()[table]
-    before = rows[key]
+    before, was_trial = rows[key], _is_trial
     try:
-        rows[key] = row
+        rows[key], _is_trial = row, True
         _forget()
         yield
     finally:
-        rows[key] = before
+        rows[key], _is_trial = before, was_trial
         _forget()
 
 

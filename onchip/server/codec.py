@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from onchip.engine.chat_template import get_template
-from onchip.engine.text_worker_pool import JobEnded, TextWorkerPool
+from onchip.engine.text_worker_pool import JobEnded, TextWorkerPool, check_system
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 from .errors import APIError
@@ -71,6 +71,7 @@ class Codec:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, max_tokens: int):
+        check_system("a server")
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
         folder = tokenizer.folder if isinstance(tokenizer, FileTokenizer) else None
         self._from_folder = folder is not None

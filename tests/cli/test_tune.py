@@ -12,6 +12,7 @@ from onchip.cli.bench import gpu
 from onchip.cli.bench.gpu import Capture
 from onchip.cli.bench.harness import Inaccurate, Session
 from onchip.cli.tune import CURRENT, Knob, Search, Table
+from onchip.core.device import DeviceInfo
 from onchip.kernels import tiles
 from onchip.testing import make_qkv
 
@@ -73,6 +74,20 @@ def test_the_fastest_right_row_wins(stand_ins, knob):
     assert all(row["config"]["tile_n"] == 32 for row in session.rows if row["ratio"] > 1.5)
 
 
+def test_the_winner_is_written_for_the_device(stand_ins, knob, tmp_path, monkeypatch):
+    monkeypatch.setenv("ONCHIP_TUNED", str(tmp_path))
+    device = DeviceInfo("cuda", "NVIDIA H100", (9, 0))
+    search, session = Search(knob, 1), Session(device=CPU)
+    for _, step in search.steps(session):
+        step()
+    (row,) = json.loads(tune.write([search], device).read_text())["rows"]
+    assert row["table"] == "TRITON_SM90" and row["key"] == ["forward", 64]
+    assert row["config"]["tile_n"] == 32 and row["cells"] == 4
+    assert row["speedup"] == pytest.approx(2.0)
+    search.ratios = {CURRENT: search.ratios[CURRENT]}  # searched again, and nothing was faster
+    assert json.loads(tune.write([search], device).read_text())["rows"] == []
+
+
 def test_a_gain_within_the_noise_changes_nothing(knob):
     search = Search(knob, right=dict.fromkeys((CURRENT, "a", "b"), knob.row))
     even = gpu.Paired(1.0, 0.99, 1.01)
@@ -124,11 +139,15 @@ def test_candidates_differ_in_few_fields(most):
 
 def test_every_table_is_searched_on_the_devices_that_use_it():
     """A new table of tiles.py is a line of tune.py, or a name here."""
-    names = lambda *capability: {k.table.name for k in tune.knobs(capability)}
+    names = lambda *capability: {k.table.name for k in tune.knobs(capability or None)}
     tables = {name for name, x in vars(tiles).items() if isinstance(x, dict) and name.isupper()}
     tables = {name for name in tables if name.startswith(("HOPPER_", "TRITON_"))}
-    assert names(9, 0) | names(8, 0) == tables - {
+    assert names(9, 0) | names(8, 0) | names(12, 0) | names() == tables - {
         "TRITON_CHUNK",
+        "TRITON_CHUNK_AMD",
+        "TRITON_DECODE_99KB",
+        "TRITON_DECODE_AMD",
+        "TRITON_KV8_AMD",
         "TRITON_KV8",
         "TRITON_ROTATE",
         "TRITON_TRANSPOSE",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 Job = Callable[[], Any]
+ASSUMED_BYTES = 2 << 30  # available memory, where the system does not say
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 # Rows that see few keys have up to half of the squared error of a causal call's gradients: of
@@ -84,7 +85,9 @@ def available_bytes(device: torch.device) -> int:
     with suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * int(next(x for x in lines if x.startswith("MemAvailable")).split()[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    with suppress(AttributeError, OSError, ValueError):  # Windows has no sysconf
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return ASSUMED_BYTES
 
 
 def _peak_allocated(job: Job, device: torch.device) -> tuple[int, Any]:

@@ -11,6 +11,7 @@ from onchip.core.problem import Problem
 from onchip.kernels.tiles import (
     HOPPER_FORWARD_SHORT,
     HopperConfig,
+    describe_hopper_row,
     hopper_forward_of,
     hopper_width,
 )
@@ -58,7 +59,7 @@ def describe_tiles(problem: Problem, processors: int) -> str:
         f"{min(plan.num_tiles, processors)} programs for {plan.num_tiles} tiles:"
         f" {config.consumers} x 64 queries{heads}, {config.tile_n} keys at a time in"
         f" {config.num_stages} stages; registers: {config.consumer_regs} of a consumer,"
-        f" {config.producer_regs} of the producer"
+        f" {config.producer_regs} of the producer; {describe_hopper_row(problem)}"
     )
 
 

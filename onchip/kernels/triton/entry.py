@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.backend import Backend, Grads, KeySplits, Result
-from onchip.core.device import DeviceInfo
+from onchip.core.device import MIN_CAPABILITY, DeviceInfo
 from onchip.core.problem import Problem, Tensors
 from onchip.cost.hardware import Hardware
 from onchip.kernels.runtime.launcher import on_device
@@ -23,7 +23,6 @@ OPTIONS = {
     *("dropout_p", "has_positions", "first_head", "wide_grads"),
     *("page_size", "page_dtype", "has_tree_mask"),
 }
-MIN_CAPABILITY = (8, 0)  # bf16 tensor cores and asynchronous copies
 
 
 class TritonBackend(Backend):
@@ -70,7 +69,7 @@ class TritonBackend(Backend):
             return None
         from onchip.kernels.triton.forward import describe_tiles
 
-        return describe_tiles(problem, hardware.capability)
+        return describe_tiles(problem, hardware.as_device)
 
     def plan_splits(
         self,

@@ -25,13 +25,15 @@ import triton
 import triton.language as tl
 
 from onchip.core.backend import Result, Stats, empty_result
+from onchip.core.device import DeviceInfo
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.runtime.launcher import CachedLauncher
+from onchip.kernels.tiles import describe_row, triton_config, triton_table
 from onchip.kernels.triton import decode
 from onchip.kernels.triton.launch import (
     LENGTHS,
     LaunchArgs,
-    forward_config,
+    forward_use,
     launch_options,
     make_contiguous,
 )
@@ -156,14 +158,16 @@ def forward_kernel(
 _forward_kernel = CachedLauncher(forward_kernel)
 
 
-def describe_tiles(problem: Problem, capability: tuple[int, int] | None) -> str | None:
+def describe_tiles(problem: Problem, device: DeviceInfo) -> str | None:
     """The launch of a forward that does not split its keys, for `explain`."""
     if decode.serves(problem):
         return None
-    config = forward_config(problem, capability)
+    use = forward_use(problem, device)
+    config = triton_config("forward", use)
     programs = triton.cdiv(problem.seqlen_q, config.tile_m) * problem.num_heads * problem.batch
     tile = f"{config.tile_m} queries, {config.tile_n} keys at a time in {config.num_stages} stages"
-    return f"{programs} programs of {config.num_warps} warps: {tile}"
+    row = describe_row(triton_table("forward", use), ("forward", max(64, use.dim)), device.name)
+    return f"{programs} programs of {config.num_warps} warps: {tile}; {row}"
 
 
 def forward(problem: Problem, x: Tensors) -> Result:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.device import device_info
+from onchip.core.device import DeviceInfo, device_info
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.tiles import TritonConfig, TritonUse, triton_config
 
@@ -43,8 +43,9 @@ class LaunchArgs(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, x: Tensors) -> "LaunchArgs":
         q, k, v = _limit_row_stride(x.q), _limit_row_stride(x.k), _limit_row_stride(x.v)
+        device = device_info(q.device)
         if problem.page_dtype is not None:
-            k, v = (_as_kv8(t, device_info(q.device).capability) for t in (k, v))
+            k, v = (_as_kv8(t, device.capability) for t in (k, v))
         cu_q, cu_k, slopes = (
             make_contiguous(t) for t in (x.cu_seqlens_q, x.cu_seqlens_k, x.alibi_slopes)
         )
@@ -63,7 +64,7 @@ class LaunchArgs(NamedTuple):
             col_strides,
             _scalars(problem, q, k),
             dims,
-            _tile_use(problem, dims, device_info(q.device).capability),
+            _tile_use(problem, dims, device),
         )
 
     def config(self, kernel: str) -> TritonConfig:
@@ -181,18 +182,19 @@ def _dims(problem: Problem, align: int) -> tuple[int, int, bool, int, int, int]:
     return d, d_v, linear, align, 2 * padded(-(-d // 2)), 2 * padded(-(-d_v // 2))
 
 
-def _tile_use(problem: Problem, dims: tuple, capability: tuple[int, int] | None) -> TritonUse:
+def _tile_use(problem: Problem, dims: tuple, device: DeviceInfo) -> TritonUse:
     _, _, linear, _, pad_dim, pad_dim_v = dims
     modified = not linear or problem.dropout_p > 0 or problem.return_stats
     itemsize = problem.dtype.itemsize
     if problem.page_dtype is not None and itemsize == 2:
         itemsize = problem.page_dtype.itemsize
-    return TritonUse(max(pad_dim, pad_dim_v), itemsize, capability, problem.has_mask, modified)
+    dim, capability = max(pad_dim, pad_dim_v), device.capability
+    return TritonUse(dim, itemsize, capability, problem.has_mask, modified, device.name)
 
 
-def forward_config(problem: Problem, capability: tuple[int, int] | None) -> TritonConfig:
-    """The tile of a forward that does not split its keys."""
-    return triton_config("forward", _tile_use(problem, _dims(problem, ALIGN), capability))
+def forward_use(problem: Problem, device: DeviceInfo) -> TritonUse:
+    """The inputs of the choice of a forward's tile, if it does not split its keys."""
+    return _tile_use(problem, _dims(problem, ALIGN), device)
 
 
 def padded(dim: int) -> int:
