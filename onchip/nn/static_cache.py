@@ -41,7 +41,7 @@ class StaticKVCache:
             if options.pop(name, None) is not None:
                 raise UnsupportedError(f"a cache is not served with {name}")
         self.append(k, v)
-        pages = self.k, self.v, self.page_table, self.cache_seqlens
+        pages = cast(Tensor, self.k), self.v, self.page_table, self.cache_seqlens
         return cast(Tensor, paged_attention(q, *pages, **options))
 
     def append(self, k: Tensor, v: Tensor) -> None:
