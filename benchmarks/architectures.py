@@ -185,7 +185,7 @@ THRESHOLDS = [
         lambda row, arch=arch: row["bench"] == arch,
         at_least=0,
         measure=_room_left,
-        unit=" B",
+        unit="B",
         optional=True,
     )
     for arch in PARTS

@@ -73,8 +73,8 @@ HOPPER = (
     _low_precision_table("HOPPER_INT8", "int8"),
     _low_precision_table("HOPPER_INT8_PV16", "int8_pv16"),
 )
+MODIFIED = Table("TRITON_MODIFIED", "triton", options=(("softcap", 30.0),), lengths=(2048,))
 TRITON = (
-    Table("TRITON_MODIFIED", "triton", options=(("softcap", 30.0),), lengths=(2048,)),
     Table("TRITON_FP32", "triton", dtype=torch.float32, lengths=(2048,)),
     Table("TRITON_DECODE", "triton", "decode", ("none",), (4096,)),
 )
@@ -89,10 +89,11 @@ WAYS = {"dkdv": "backward", "dq": "backward", "forward": "forward", "decode": "d
 def tables(capability: tuple[int, int] | None) -> tuple[Table, ...]:
     """The tables that a device of this capability uses; None: a device of AMD."""
     if capability is None:
-        return (Table("TRITON_AMD", "triton"), *TRITON)
+        modified = MODIFIED._replace(name="TRITON_AMD_MODIFIED")
+        return (Table("TRITON_AMD", "triton"), modified, *TRITON)
     hopper = HOPPER if capability == (9, 0) else ()
     small = (Table("TRITON_SM120" if capability[0] == 12 else "TRITON_SM80", "triton"),)
-    return (*hopper, *(TRITON_WIDE if capability[0] in (9, 10) else small), *TRITON)
+    return (*hopper, *(TRITON_WIDE if capability[0] in (9, 10) else small), MODIFIED, *TRITON)
 
 
 class Knob(NamedTuple):

@@ -140,11 +140,16 @@ TRITON_MODIFIED = _triton_rows(
     dq=(_T(64, 32, 4, 2), _T(64, 32, 8, 2), _T(32, 32, 8, 1)),
     dbias=(_T(64, 64, 8, 1), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
 )
-# AMD (CDNA), 16-bit numbers and none of these options. By LLVM's reports (2026-11-18, Triton 3.9,
-# gfx942), not timed: rows of TRITON_MODIFIED but for dkdv of 128 (32 queries spill 33 registers)
-# and dq of 256 (32 x 32 spills 116).
+# AMD (CDNA), 16-bit numbers, with and without these options. By LLVM's reports (2026-11-18, Triton
+# 3.9, gfx942), not timed: the largest tiles that spill nothing. Rows of TRITON_MODIFIED spill 15
+# registers in a forward of 64, 33 in dkdv of 128, 116 in dq of 256; with all options, 129 in a
+# forward and 157 in dq of 256.
+TRITON_AMD_MODIFIED = TRITON_MODIFIED | {
+    ("forward", 256): _T(64, 16, 8, 1),
+    ("dq", 256): _T(32, 16, 8, 1),
+}
 TRITON_AMD = _triton_rows(
-    forward=(_T(64, 64, 4, 1), _T(64, 32, 4, 1), _T(64, 32, 8, 1)),
+    forward=(_T(64, 32, 4, 1), _T(64, 32, 4, 1), _T(64, 32, 8, 1)),
     dkdv=(_T(32, 64, 8, 1), _T(16, 64, 8, 1), _T(16, 32, 8, 1)),
     dq=(_T(64, 32, 4, 1), _T(64, 32, 8, 1), _T(64, 16, 8, 1)),
 )
@@ -294,10 +299,11 @@ def triton_table(kernel: str, use: TritonUse) -> str:
     """The name of the table with the rows of forward, dkdv, dq or dbias."""
     if use.itemsize == 4:
         return "TRITON_FP32"
-    if use.modified or kernel == "dbias":
-        return "TRITON_MODIFIED"
+    is_modified = use.modified or kernel == "dbias"
     if use.capability is None:
-        return "TRITON_AMD"
+        return "TRITON_AMD_MODIFIED" if is_modified else "TRITON_AMD"
+    if is_modified:
+        return "TRITON_MODIFIED"
     if use.capability[0] in (9, 10):
         return "TRITON_SM90_MASK" if use.has_mask else "TRITON_SM90"
     return "TRITON_SM120" if use.capability[0] == 12 else "TRITON_SM80"

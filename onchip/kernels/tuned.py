@@ -40,7 +40,7 @@ TUNABLE = (
     *("HOPPER_FORWARD", "HOPPER_FORWARD_DENSE", "HOPPER_FORWARD_SHORT", "HOPPER_FORWARD_MASK"),
     *("HOPPER_BACKWARD", "HOPPER_SPLIT", "HOPPER_FP8", "HOPPER_INT8", "HOPPER_INT8_PV16"),
     *("TRITON_SM90", "TRITON_SM90_MASK", "TRITON_SM80", "TRITON_SM120", "TRITON_AMD"),
-    *("TRITON_MODIFIED", "TRITON_FP32", "TRITON_DECODE", "TRITON_SHORT"),
+    *("TRITON_AMD_MODIFIED", "TRITON_MODIFIED", "TRITON_FP32", "TRITON_DECODE", "TRITON_SHORT"),
 )
 # The values that `onchip tune` tries. Fields of the Hopper kernels depend on one another: a row
 # differs from the package's in these fields alone, and has one of these values.
