@@ -25,6 +25,7 @@ BROUGHT = {
     "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
     "examples/data/README.md": "data.md",
     "onchip/models/tiny/MODEL_CARD.md": "model_card.md",
