@@ -1,7 +1,6 @@
 """An extension of Griffe, which reads the package for the reference."""
 
 import re
-from importlib import import_module
 
 import griffe
 
@@ -9,13 +8,9 @@ _CODE = re.compile(r"(`[^`]*`|^(?: {4}.*\n?)+)", re.MULTILINE)
 
 
 class Onchip(griffe.Extension):
-    """Adds names that a package imports at their first use, which no import statement shows, and
-    prepares docstrings for Markdown.
-    """
+    """Functions come first in a package, and docstrings are prepared for Markdown."""
 
     def on_module(self, *, mod: griffe.Module, **_) -> None:
-        if mod.is_init_module and "__getattr__" in mod.members:
-            _add_lazy_names(mod)
         if mod.exports:  # functions first, then constants and classes
             mod.exports = sorted(map(str, mod.exports), key=str.swapcase)
         _rewrite(mod, [])
@@ -32,15 +27,6 @@ class Onchip(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_) -> None:
         _drop_fields(pkg)
-
-
-def _add_lazy_names(mod: griffe.Module) -> None:
-    module = import_module(mod.path)
-    mod.exports = list(getattr(module, "__all__", []))
-    for name in mod.exports:
-        if name not in mod.members:
-            target = f"{getattr(module, name).__module__}.{name}"
-            mod.set_member(name, griffe.Alias(name, target, parent=mod))
 
 
 def _drop_fields(obj: griffe.Module | griffe.Class) -> None:

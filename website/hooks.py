@@ -25,6 +25,7 @@ BROUGHT = {
     "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
     "examples/data/README.md": "data.md",
     "onchip/models/tiny/MODEL_CARD.md": "model_card.md",
@@ -58,7 +59,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, abs_src_path=str(ROOT / document)))
     documents = [(_origin(f), f.content_string) for f in files.documentation_pages()]
     linked = {target for origin, text in documents for target in _targets(origin, text)}
-    made = sources.make_pages(ROOT, linked - _documents(files))
+    found = {path for path in linked - _documents(files) if (ROOT / path).exists()}
+    made = sources.make_pages(ROOT, found)  # MkDocs warns of links to the others
     made["assets/pygments.css"] = sources.style()
     made[_LAB] = lab_page.assemble(record.record_figures())
     for path, text in made.items():
