@@ -1,5 +1,5 @@
 """8-bit K and V as 16-bit words of two neighbours, which become fp16 in registers. Even and odd
-elements of head_dim are multiplied separately. The reasons are in kernels/triton/eight.py.
+elements of head_dim are multiplied separately. The reasons are in kernels/triton/kv8.py.
 """
 
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
