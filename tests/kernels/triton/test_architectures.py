@@ -23,14 +23,13 @@ if triton.knobs.runtime.interpret:
 
 from benchmarks import architectures  # noqa: E402
 from benchmarks.architectures import CASES, LARGEST, compile_case  # noqa: E402
-from benchmarks.cross_compile import ARCHITECTURES, device_of  # noqa: E402
+from benchmarks.cross_compile import ARCHITECTURES, compile_launch, device_of  # noqa: E402
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results/architectures.json"
 TABLE = json.loads(RESULTS.read_text(encoding="utf-8"))
 KEY = ("bench", "mask", "head_dim", "pass")
 ROWS = {tuple(row[name] for name in KEY): row for row in TABLE["rows"]}
-TILE = ("tile_m", "tile_n", "num_stages", "threads", "limit_bytes")
-COMPILED = ("value", "registers", "spills")
+COLUMNS = ("value", "registers", "spills", "threads", "tile_m", "tile_n", "num_stages")
 # Decoding has one large kernel, attention three: the first is compiled in every run. sm_90, sm_80
 # and sm_100 are also compiled by test_compile.py.
 QUICK = [(LARGEST[1], arch) for arch in ("sm_86", "sm_120", "gfx942", "gfx950")]
@@ -50,13 +49,16 @@ VARIANTS += _params(ALL, pytest.mark.slow, pytest.mark.all)
 
 @pytest.mark.parametrize(("case", "arch"), VARIANTS)
 def test_kernels_fit_and_the_committed_table_is_current(case, arch):
-    """With the Triton of the table, registers and spills are those of the table."""
+    """With another Triton than the table's, they fit: registers differ, and its older tools cannot
+    read the code of every GPU.
+    """
+    if triton.__version__ != TABLE["meta"]["triton"]:
+        shared = [compile_launch(x, arch).metadata.shared for x in case.launches(arch)]
+        assert max(shared) <= device_of(arch).shared_bytes
+        return
     for row in compile_case(case, arch):
-        assert row["value"] <= row["limit_bytes"]
         committed = ROWS[tuple(row[name] for name in KEY)]
-        assert [row[name] for name in TILE] == [committed[name] for name in TILE]
-        if triton.__version__ == TABLE["meta"]["triton"]:
-            assert [row[name] for name in COMPILED] == [committed[name] for name in COMPILED]
+        assert {name: row[name] for name in COLUMNS} == {name: committed[name] for name in COLUMNS}
 
 
 def test_the_committed_table_has_every_case():
