@@ -1,10 +1,12 @@
 """`onchip completion`."""
 
 import click
-from click.shell_completion import ShellComplete, get_completion_class
+from click.shell_completion import BashComplete, FishComplete, ShellComplete, ZshComplete
 
 from onchip.cli import exit_codes
 from onchip.cli.command import Command
+
+SHELLS = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
 
 
 @click.command(
@@ -15,7 +17,7 @@ from onchip.cli.command import Command
         ("onchip completion fish > ~/.config/fish/completions/onchip.fish", "Once."),
     ),
 )
-@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+@click.argument("shell", type=click.Choice(tuple(SHELLS)))
 def command(shell: str) -> int:
     """Print a completion script for bash, zsh or fish.
 
@@ -23,8 +25,6 @@ def command(shell: str) -> int:
     """
     from onchip.cli.root import COMPLETE_VARIABLE, root
 
-    kind = get_completion_class(shell)
-    assert kind is not None  # click has a class for each of the three
     # Not the method of BashComplete: it starts a bash to find its version.
-    print(ShellComplete.source(kind(root, {}, "onchip", COMPLETE_VARIABLE)))
+    print(ShellComplete.source(SHELLS[shell](root, {}, "onchip", COMPLETE_VARIABLE)))
     return exit_codes.OK
