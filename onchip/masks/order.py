@@ -13,7 +13,7 @@ _NUM_AXES = (1, 2, 3)
 
 
 class TokenOrder(NamedTuple):
-    """A permutation of tokens whose raster order is that of a contiguous tensor.
+    """A permutation of tokens. Raster order is the order of a contiguous tensor.
 
     Place i holds the token with raster index permutation[i]; the token with raster index r is at
     place inverse[r].
@@ -27,8 +27,8 @@ class TokenOrder(NamedTuple):
         return TokenOrder(self.permutation.to(device), self.inverse.to(device))
 
     def arrange(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The tokens of dimension `dim`, from raster order to this order. Further tokens, as those
-        of a text, stay behind them.
+        """The tokens of dimension `dim`, from raster order to this order. Further tokens,
+        such as a text, stay behind them.
         """
         return _select(x, self.permutation, dim)
 
@@ -44,8 +44,8 @@ def tile_order(
 ) -> TokenOrder:
     """Tokens tile after tile, in raster order within each tile; tiles are in raster order too.
 
-    A tile at the end of an axis may be smaller. With a dilation, the tokens whose coordinates are
-    equal modulo the dilation come first, tile after tile, then the next ones. tile=None: raster
+    A tile at the end of an axis may be smaller. With a dilation, tokens with equal coordinates
+    modulo the dilation follow one another, tile after tile. tile=None: raster
     order. A tile of 128 tokens, or a multiple, is one block of a mask, or several.
     """
     lengths = as_shape("tile_order()", shape)

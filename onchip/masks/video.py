@@ -1,7 +1,7 @@
 """Masks of images and videos: tokens on a grid of 1, 2 or 3 axes, such as (frames, height, width).
 
 Here query q and key q are the same token: rules count positions from the start, not from the end.
-In every rule the `text` tokens after those of the grid see all keys and are seen by all queries; a
+In every rule the `text` tokens after the grid see all keys and are seen by all queries; a
 call may leave out their queries.
 """
 
@@ -43,7 +43,7 @@ class _Window(NamedTuple):
         return [axis] if self.dilation == 1 else [axis, Axis(group, group + 1, group)]
 
     def _find_neighbours(self, number: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-        """Among `size` tokens, those that each token sees. The window is centred on the leader of
+        """Which of `size` tokens each token sees. The window is centred on the leader of
         its stride group, and shifted to lie within the tokens.
         """
         leader = number // self.stride * self.stride
@@ -69,7 +69,7 @@ def neighborhood(
 
     Query q sees key k iff it does so along every axis. Along an axis without a dilation, x sees the
     `window` coordinates from x - window // 2 on, shifted to lie within the axis where they exceed
-    it; if causal, those from x - window + 1 to x that exist. With a dilation, each set of
+    it; if causal, x - window + 1 to x where they exist. With a dilation, each set of
     coordinates that are equal modulo the dilation is an axis of its own. With a stride, `stride`
     neighbouring coordinates share the window of the one in their middle; if causal, of their last.
 
@@ -234,7 +234,7 @@ def _flags(name: str, value: Any, shape: tuple[int, ...]) -> tuple[bool, ...]:
 
 
 def _mask(name: str, shown: tuple, resolve: Callable[[Grid], Node], text: int) -> Mask:
-    """A mask whose first argument is the shape. It is printed with its arguments."""
+    """A mask of a shape. It is printed with its arguments."""
     text = as_int(f"{name}(): text", text)
     template = f"{name}({', '.join(['{}'] * len(shown))}, text={{}})"
     return Mask(template, (*shown, text), partial(_add_text, name, shown[0], text, resolve))

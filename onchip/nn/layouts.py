@@ -15,7 +15,7 @@ from onchip.core.problem import UnsupportedError
 OURS = ("q_proj", "k_proj", "v_proj")
 
 
-class Layout(NamedTuple):
+class WeightLayout(NamedTuple):
     weights: tuple[str, ...]
     biases: tuple[str, ...]
     out: str
@@ -24,16 +24,16 @@ class Layout(NamedTuple):
     ignored: tuple[str, ...] = ()  # buffers of older checkpoints: causal masks, frequencies
 
 
-def _modules(*names: str, out: str, **options) -> Layout:
+def _modules(*names: str, out: str, **options) -> WeightLayout:
     weights, biases = (tuple(f"{name}.{kind}" for name in names) for kind in ("weight", "bias"))
-    return Layout(weights, biases, out, **options)
+    return WeightLayout(weights, biases, out, **options)
 
 
 _SEPARATE = tuple(f"{name}_weight" for name in OURS)  # torch's, if kdim or vdim differ
 LAYOUTS = {
     "onchip": _modules(*OURS, out="out_proj"),
-    "torch": Layout(("in_proj_weight",), ("in_proj_bias",), "out_proj"),
-    "torch_kdim": Layout(_SEPARATE, ("in_proj_bias",), "out_proj"),
+    "torch": WeightLayout(("in_proj_weight",), ("in_proj_bias",), "out_proj"),
+    "torch_kdim": WeightLayout(_SEPARATE, ("in_proj_bias",), "out_proj"),
     "llama": _modules(*OURS, out="o_proj", ignored=("rotary_emb.inv_freq",)),
     "phi3": _modules("qkv_proj", out="o_proj"),
     "gpt2": _modules("c_attn", out="c_proj", transposed=True, ignored=("bias", "masked_bias")),
@@ -46,7 +46,7 @@ LAYOUTS = {
 }
 
 
-class Sizes(NamedTuple):
+class ProjectionSizes(NamedTuple):
     """The rows of the weights of q, k and v, and of one head."""
 
     rows: tuple[int, int, int]
@@ -61,7 +61,7 @@ def find(names: Collection[str]) -> str | None:
     return None
 
 
-def translate(state: dict[str, Any], prefix: str, sizes: Sizes) -> None:
+def translate(state: dict[str, Any], prefix: str, sizes: ProjectionSizes) -> None:
     """Replace the tensors of one layer, whose names begin with prefix, by those that
     MultiheadAttention has. Names of no layout are left for load_state_dict to report.
     """
@@ -74,7 +74,7 @@ def translate(state: dict[str, Any], prefix: str, sizes: Sizes) -> None:
         state.update((prefix + name, t) for name, t in read(tensors, layout, sizes).items())
 
 
-def read(state: Mapping[str, Tensor], layout: str, sizes: Sizes) -> dict[str, Tensor]:
+def read(state: Mapping[str, Tensor], layout: str, sizes: ProjectionSizes) -> dict[str, Tensor]:
     """A state dict of a layout, with the names of MultiheadAttention. Tensors that the layout does
     not name are passed on.
     """
@@ -90,7 +90,7 @@ def read(state: Mapping[str, Tensor], layout: str, sizes: Sizes) -> dict[str, Te
     return result | state
 
 
-def write(state: Mapping[str, Tensor], layout: str, sizes: Sizes) -> dict[str, Tensor]:
+def write(state: Mapping[str, Tensor], layout: str, sizes: ProjectionSizes) -> dict[str, Tensor]:
     """The inverse of `read`."""
     target, rest = LAYOUTS[layout], dict(state)
     result: dict[str, Tensor] = {}
@@ -105,7 +105,11 @@ def write(state: Mapping[str, Tensor], layout: str, sizes: Sizes) -> dict[str, T
 
 
 def _split(
-    tensors: Sequence[Tensor], names: Sequence[str], kind: str, layout: Layout, sizes: Sizes
+    tensors: Sequence[Tensor],
+    names: Sequence[str],
+    kind: str,
+    layout: WeightLayout,
+    sizes: ProjectionSizes,
 ) -> Iterator[Tensor]:
     """Weights, or biases, of q, k and v."""
     if len(names) == 3 or not tensors:
@@ -127,7 +131,11 @@ def _split(
 
 
 def _join(
-    tensors: Sequence[Tensor], names: Sequence[str], kind: str, layout: Layout, sizes: Sizes
+    tensors: Sequence[Tensor],
+    names: Sequence[str],
+    kind: str,
+    layout: WeightLayout,
+    sizes: ProjectionSizes,
 ) -> list[Tensor]:
     if len(names) == 3:
         return list(tensors)
@@ -141,6 +149,6 @@ def _join(
     return [fused.T.contiguous() if layout.transposed and kind == "weight" else fused]
 
 
-def _check_ungrouped(name: str, sizes: Sizes) -> None:
+def _check_ungrouped(name: str, sizes: ProjectionSizes) -> None:
     if len(set(sizes.rows)) > 1:
         raise ValueError(f"{name} is interleaved by head, which needs num_kv_heads = num_heads")

@@ -157,9 +157,9 @@ class MultiheadAttention(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
-    def _sizes(self) -> layouts.Sizes:
+    def _sizes(self) -> layouts.ProjectionSizes:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return layouts.Sizes((q, kv, kv), self.head_dim)
+        return layouts.ProjectionSizes((q, kv, kv), self.head_dim)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v, (batch, seqlen, heads, head_dim). The projections determine the number of
