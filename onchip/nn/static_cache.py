@@ -71,7 +71,8 @@ class StaticKVCache:
         """
         if self.k is None:
             raise ValueError("the cache is empty")
-        self.cache_seqlens.copy_(torch.minimum(self.cache_seqlens, torch.as_tensor(lengths)))
+        lengths = torch.as_tensor(lengths, device=self.cache_seqlens.device)
+        self.cache_seqlens.copy_(torch.minimum(self.cache_seqlens, lengths))
         self.length = int(self.cache_seqlens.max())
 
     def _allocate(self, k: Tensor, v: Tensor) -> None:

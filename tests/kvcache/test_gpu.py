@@ -170,6 +170,11 @@ def test_a_group_is_swapped_in_while_the_device_computes():
     step(cache, [a, b])
     cache.prefix.clear()
     expected = [[t.clone() for t in read(cache, s)] for s in (a, b)]
+    # The first copy loads CUDA modules and allocates pinned memory, which waits for the device.
+    warm = tier.swap_out([a, b])
+    tier.synchronize()
+    assert tier.swap_in(warm) is None
+    tier.synchronize()
     busy(20)
     group = tier.swap_out([a, b])
     assert group.status is SwapStatus.SWAPPING_OUT, (

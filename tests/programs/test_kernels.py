@@ -34,7 +34,7 @@ def inputs(seqlen, heads, kv_heads, head_dim=32):
 
 def gradients(function, tensors):
     out = function(*tensors)
-    dout = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    dout = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
     return out, *torch.autograd.grad(out, tensors, dout)
 
 
@@ -57,6 +57,18 @@ def test_output_and_gradients_are_those_of_sdpa(kernel):
     ours = gradients(lambda q, k, v: kernel.flash_attn_func(q, k, v, causal=True), tensors)
     for got, expected in zip(ours, gradients(sdpa, tensors), strict=True):
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_on_a_gpu_it_is_as_near_to_fp64_as_sdpa(kernel, dtype):
+    tensors = inputs(333, heads=4, kv_heads=2, head_dim=64)
+    exact = gradients(sdpa, [t.detach().double().requires_grad_() for t in tensors])
+    tensors = [t.detach().to("cuda", dtype).requires_grad_() for t in tensors]
+    ours = gradients(lambda q, k, v: kernel.flash_attn_func(q, k, v, causal=True), tensors)
+    for got, theirs, expected in zip(ours, gradients(sdpa, tensors), exact, strict=True):
+        errors = [(t.double().cpu() - expected).norm() / expected.norm() for t in (got, theirs)]
+        assert errors[0] <= 1.5 * errors[1]
 
 
 def test_packed_sequences_are_attended_one_by_one(kernel):
