@@ -162,8 +162,9 @@ TRITON_FP32 = _triton_rows(
 )
 # Few queries: bound by memory, so keys are loaded in long tiles, and a group of query heads shares
 # them (tile_m follows their number). Keys: (itemsize, padded head_dim). head_dim 256 by ptxas
-# reports (2026-11-15, Triton 3.6), not timed: 4 warps spill with 64 rows, and three buffers of 64
-# keys fill the shared memory (224 kB).
+# reports (2026-11-15, Triton 3.6): 4 warps spill with 64 rows, and three buffers of 64 keys fill
+# the shared memory (224 kB). fp32 of 256, four problems (H200, 2026-11-18): 16 warps and one stage
+# take 1.9 times as long, 16 warps and 32 keys 1.02 to 1.38 times.
 TRITON_DECODE = {
     (2, 64): _T(0, 128, 4, 3),
     (2, 128): _T(0, 64, 4, 3),
@@ -172,8 +173,8 @@ TRITON_DECODE = {
     (4, 128): _T(0, 16, 4, 2),
     (4, 256): _T(0, 16, 8, 2),
 }
-# 99 kB, by ptxas reports (2026-11-18, Triton 3.9, sm_86), not timed: 64 rows with two stages and 8
-# warps take 100.3 kB and spill in every product; one stage and 16 warps take 96 kB, no spills.
+# 99 kB, by ptxas reports (2026-11-18, Triton 3.9, sm_86), not timed there: 64 rows with two stages
+# and 8 warps take 100.3 kB; one stage and 16 warps take 96 kB, no spills.
 TRITON_DECODE_99KB = {(4, 256): _T(0, 16, 16, 1)}
 # AMD, by LLVM's reports as above: 32 keys spill 12 registers.
 TRITON_DECODE_AMD = {(2, 256): _T(0, 16, 8, 1)}
