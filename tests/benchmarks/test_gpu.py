@@ -4,8 +4,11 @@ import itertools
 import json
 import os
 import random
+import sys
 import time
+import types
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -40,6 +43,7 @@ MODULES = {
 }
 MODULES |= {"versions": versions_bench, "ablation": ablation}
 CASE = Case("forward", "causal", torch.bfloat16, 16, 111, 2, 2)
+FA4 = peers.fa4  # stand_ins replaces it
 capture = lambda ms: Capture(lambda: None, 1, ms)
 
 
@@ -63,7 +67,7 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(gpu, "still_there", lambda device: None)
     draw = lambda case, device: [gpu.draw(case, device, seed=i) for i in range(2)]
     monkeypatch.setattr(gpu, "draw_sets", draw)
-    for name in ("fa3", "backend"):
+    for name in ("fa3", "fa4", "backend"):
         monkeypatch.setattr(peers, name, lambda *args, **options: peers.standard)
     return took
 
@@ -178,7 +182,7 @@ def test_a_cell_gives_a_row_against_all_peers(stand_ins):
     row = rows[0]
     assert (row["best_peer"], row["ratio"]) == ("fa3", pytest.approx(1.1))
     assert row["band"] == pytest.approx([1.1, 1.1]) and row["control"] == 1.0
-    assert set(row["peers"]) == {"cudnn", "fa2", "efficient", "fa3"}
+    assert set(row["peers"]) == {"cudnn", "fa2", "efficient", "fa3", "fa4"}
     assert row["value"] == pytest.approx(gpu.flops(CASE) / 1.0 / 1e9)
     assert row["peers"]["fa3"] == pytest.approx(row["value"] / 1.1)
     assert row["unit"] == "TFLOP/s" and row["doubts"] == [] and gpu.counts(row)
@@ -204,6 +208,22 @@ def test_a_row_without_fa3_does_not_count(stand_ins, monkeypatch):
     assert len([x for x in printed if x.startswith("fa3 is left out: ImportError: No module")]) == 1
     assert harness.check_thresholds([row], forward.THRESHOLDS)[0].measured is None
     assert "does not count: no fa3" in harness.line(row)
+
+
+def test_fa4_is_a_peer_of_both_passes(stand_ins, monkeypatch):
+    """Its function may return lse, too. A backward row without it does not count."""
+    module = types.ModuleType("flash_attn.cute")
+    module.flash_attn_func = lambda q, k, v, causal: (peers.standard(q, k, v), None)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    monkeypatch.setattr(peers, "fa4", FA4)
+    case = replace(CASE, bench="backward", backward=True)
+    assert "fa4" in forward.measure(Session(device=CPU), CASE)[0]["peers"]
+    row = backward.measure(Session(device=CPU), case)[0]
+    assert row["peers"].keys() == {"cudnn", "fa2", "fa4"} and gpu.counts(row)
+    monkeypatch.delitem(sys.modules, "flash_attn.cute")
+    row = backward.measure(Session(device=CPU), case)[0]
+    assert row["doubts"] == ["no fa4 in this run"] and not gpu.counts(row)
 
 
 def test_a_contender_that_raises_is_reported_and_left_out(stand_ins, monkeypatch):

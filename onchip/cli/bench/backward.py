@@ -2,7 +2,8 @@
 
 What is timed is `torch.autograd.grad` of a forward that ran before: everything between dout and
 the three gradients, preprocessing and casts included. "deterministic" rows compare a call that is
-equal bit by bit from run to run with the plain one.
+equal bit by bit from run to run with the plain one. A row without FlashAttention-4 as a peer does
+not count.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import onchip
 from onchip.cli.bench import gpu, patterns
-from onchip.cli.bench.forward import flex_rivals, our_specs, sdpa_rivals
+from onchip.cli.bench.forward import fa4_rivals, flex_rivals, our_specs, sdpa_rivals
 from onchip.cli.bench.gpu import GpuCandidate, Inputs, RowSpec, Sampled
 from onchip.cli.bench.harness import Case, Inaccurate, Row, Rows, Session, Threshold, worst_cell
 from onchip.core.dispatch import plan
@@ -68,7 +69,8 @@ def measure(session: Session, case: Case) -> list[Row]:
     sets = gpu.draw_sets(case, session.device)
     samples = {"normal": sets[0], "outlier": gpu.draw(case, session.device, "outlier")}
     check = GradientCheck(samples, pattern.visible)
-    rivals = [*sdpa_rivals(case, sets, check, SDPA), *flex_rivals(session, case, sets, check)]
+    rivals = sdpa_rivals(case, sets, check, SDPA)
+    rivals += fa4_rivals(session, case, sets, check) + flex_rivals(session, case, sets, check)
     specs = our_specs("backward", pattern, sets, check, rivals, kernel_of(sets[0], pattern.options))
     same = GpuCandidate(
         "deterministic",
@@ -79,7 +81,7 @@ def measure(session: Session, case: Case) -> list[Row]:
     )
     kernel = kernel_of(sets[0], {**pattern.options, "deterministic": True})
     specs.append(RowSpec("deterministic", kernel, same, [specs[0].ours]))
-    return gpu.contest(session, case, specs, gpu.tflops(case))
+    return gpu.contest(session, case, specs, gpu.tflops(case), required=("fa4",))
 
 
 def kernel_of(inputs: Inputs, options: dict) -> str:

@@ -86,10 +86,17 @@ def sdpa_rivals(
 def other_rivals(
     session: Session, case: Case, sets: Sequence[Inputs], check: GpuAccuracyCheck
 ) -> list[GpuCandidate]:
-    """FlashAttention-3 if it is installed, FlexAttention if the session has `flex`."""
-    causal = case.mask == "causal"
-    makers = {"fa3": lambda: peers.fa3(causal=causal)}
-    return available(session, makers, sets, check) + flex_rivals(session, case, sets, check)
+    """FlashAttention-3 and 4 if they are installed, FlexAttention if the session has `flex`."""
+    makers = {"fa3": lambda: peers.fa3(causal=case.mask == "causal")}
+    flash = available(session, makers, sets, check) + fa4_rivals(session, case, sets, check)
+    return flash + flex_rivals(session, case, sets, check)
+
+
+def fa4_rivals(
+    session: Session, case: Case, sets: Sequence[Inputs], check: GpuAccuracyCheck
+) -> list[GpuCandidate]:
+    makers = {"fa4": lambda: peers.fa4(causal=case.mask == "causal")}
+    return available(session, makers, sets, check)
 
 
 def flex_rivals(

@@ -58,6 +58,19 @@ def fa3(**options) -> Attend:
     return lambda q, k, v, **scales: function(q, k, v, **options, **scales)
 
 
+def fa4(**options) -> Attend:
+    """FlashAttention-4, from the package flash-attn-4; ImportError where it is missing. Its first
+    call of a kind compiles for some seconds.
+    """
+    function = import_module("flash_attn.cute").flash_attn_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(q, k, v, **options)
+        return out[0] if isinstance(out, tuple) else out  # (out, lse) in some of its versions
+
+    return attend
+
+
 def flex(n: int, mask_mod: Callable | None, device: torch.device) -> Attend:
     """FlexAttention compiled for n tokens, its block mask built here. mask_mod(b, h, q, k) or None.
 
