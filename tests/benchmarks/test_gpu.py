@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import onchip
-from benchmarks import ablation, host, masks, peak, short, tables, video
+from benchmarks import ablation, host, masks, models, peak, short, tables, video
 from benchmarks import versions as versions_bench
 from onchip.cli import main
 from onchip.cli.bench import backward, forward, gpu, harness, paged, patterns, peers
@@ -42,6 +42,7 @@ MODULES = {
     "masks": masks,
     "video": video,
     "paged": paged,
+    "models": models,
 }
 MODULES |= {"versions": versions_bench, "ablation": ablation}
 CASE = Case("forward", "causal", torch.bfloat16, 16, 111, 2, 2)
