@@ -29,6 +29,7 @@ BENCHES |= {
 BENCHES |= {
     name: Benchmark(summary, f"benchmarks.{name}", f"benchmarks.{name}_report")
     for name, summary in {
+        "models": "GPU: the attention calls of real models against the best peer of each shape",
         "train": "training steps, tokens/s: GPT-2 medium, 1B Llama, BERT-large; loss curves",
         "serving": "GPU: a workload through the whole engine: tokens/s, latency, preemption",
         "ring": "ring attention over two local processes; --simulate: over up to 1,024 GPUs",

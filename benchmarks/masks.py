@@ -12,7 +12,6 @@ from functools import partial
 from itertools import product
 
 import torch
-from torch import Tensor
 
 import onchip
 from onchip.cli.bench import gpu, patterns, peers
@@ -92,15 +91,8 @@ def window(session: Session, case: Case) -> list[Row]:
 
 
 def fa2_window(window: int) -> Attend:
-    """FlashAttention-2 as torch has it, causal with a window, which SDPA has no name for."""
-    forward = torch.ops.aten._flash_attention_forward
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n, scale = q.shape[1], q.shape[-1] ** -0.5
-        sides = {"window_size_left": window - 1, "window_size_right": 0}
-        return forward(q, k, v, None, None, n, n, 0.0, True, False, scale=scale, **sides)[0]
-
-    return attend
+    """FlashAttention-2, causal with a window."""
+    return peers.fa2(causal=True, window=window)
 
 
 def blocks(session: Session, case: Case, density: float) -> list[Row]:

@@ -1,7 +1,8 @@
 """Pictures of results files: `python -m benchmarks.plots [RESULTS.json PICTURE]`.
 
 Without arguments, the pictures of the documents are drawn again: speeds, as `onchip bench` draws
-them; memory over the length; loss curves, one over the other, and their distance.
+them; memory over the length; loss curves, one over the other, and their distance; models, with
+the ratio of every pass as a bar.
 """
 
 import json
@@ -18,6 +19,7 @@ PICTURES = {
     "h200-backward": "backward.svg",
     "h200-peak": "peak.svg",
     "h200-train": "curves.svg",
+    "h200-models": "models.svg",
 }
 
 
@@ -31,6 +33,8 @@ def _figure(rows: list[Row]):
         return _memory([row for row in rows if row["bench"] == "peak"])
     if any(row["bench"] == "train curves" for row in rows):
         return curves(rows)
+    if any(row["bench"] == "models" for row in rows):
+        return model_ratios(rows)
     return speeds(rows)
 
 
@@ -78,6 +82,33 @@ def curves(rows: list[Row]):
     above.set_ylabel("loss, nats")
     above.legend(frameon=False)
     below.set(xlabel="step", ylabel=f"apart from {PEERS[base][0]}")
+    return figure
+
+
+def model_ratios(rows: list[Row]):
+    """A panel for each pass, a bar for each model: the ratio to the best peer, in its colour."""
+    rows = [row for row in rows if row["bench"] == "models" and row["ratio"] is not None]
+    if not rows:
+        raise ValueError("there are no models with a peer in these results")
+    title = lambda row: f"{row['model']}, {row['layer']}" if row["layer"] else row["model"]
+    titles = list(dict.fromkeys(map(title, rows)))
+    passes = list(dict.fromkeys(row["pass"] for row in rows))
+    figure = paper(1.6 + 2.2 * len(passes), 1.2 + 0.2 * len(titles))
+    panels = figure.subplots(1, len(passes), sharey=True, squeeze=False)[0]
+    for axes, name in zip(panels, passes, strict=True):
+        for peer in dict.fromkeys(row["best_peer"] for row in rows):
+            chosen = [r for r in rows if (r["pass"], r["best_peer"]) == (name, peer)]
+            label, color = PEERS.get(peer, (peer, "#999999"))
+            places, ratios = [titles.index(title(r)) for r in chosen], [r["ratio"] for r in chosen]
+            axes.barh(places, ratios, color=color, label=label)
+        axes.axvline(1.0, color="#333333", linewidth=0.8)
+        axes.set_title(name)
+        axes.set_xlabel("speed over the best peer's")
+    panels[0].set_yticks(range(len(titles)), titles)
+    panels[0].invert_yaxis()
+    entries = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels)
+    labelled = {label: bars for pairs in entries for bars, label in pairs}
+    figure.legend(labelled.values(), labelled, loc="outside upper center", ncols=6, frameon=False)
     return figure
 
 

@@ -24,7 +24,7 @@ import torch
 import onchip
 from benchmarks import markdown
 from onchip.cli import bench
-from onchip.cli.bench.harness import SCHEMA, SHORT, Row, geomean
+from onchip.cli.bench.harness import SCHEMA, SHORT, Row, geomean, group_size
 from onchip.cli.doctor import DEVICES, ordinary
 from onchip.core.device import DeviceInfo
 from onchip.core.dispatch import BUILT_IN, find_refusal, get_backend
@@ -228,13 +228,18 @@ def _left_out(rows: list[Row]) -> str:
 
 
 def _grid(rows: list[Row]) -> str:
-    """head_dim and mask down, lengths across: the value, in brackets the ratio; * if in doubt."""
+    """head_dim, mask and group down, lengths across: the value, in brackets the ratio; * if in
+    doubt.
+    """
     rows = [r for r in rows if r["bench"] == rows[0]["bench"]]
     lengths = sorted({r["seqlen"] for r in rows})
-    cells = {(r["head_dim"], r["mask"], r["seqlen"]): _grid_cell(r) for r in rows}
-    lines = dict.fromkeys((r["head_dim"], r["mask"]) for r in rows)
+    at = lambda r: (r["head_dim"], r["mask"], group_size(r))
+    cells = {(*at(r), r["seqlen"]): _grid_cell(r) for r in rows}
+    lines = dict.fromkeys(map(at, rows))
     heads = [f"{rows[0]['unit']} (ratio)" if rows else "", *(f"{n:,}" for n in lengths)]
-    named = lambda head_dim, mask: f"head_dim {head_dim}, {'no mask' if mask == 'none' else mask}"
+    masks = lambda mask: "no mask" if mask == "none" else mask
+    groups = lambda group: f", groups of {group}" if group > 1 else ""
+    named = lambda head_dim, mask, group: f"head_dim {head_dim}, {masks(mask)}{groups(group)}"
     body = ([named(*line), *(cells.get((*line, n), NO) for n in lengths)] for line in lines)
     return markdown.table(heads, body)
 

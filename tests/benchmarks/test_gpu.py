@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import onchip
-from benchmarks import ablation, host, masks, peak, short, video
+from benchmarks import ablation, host, masks, models, peak, short, tables, video
 from benchmarks import versions as versions_bench
 from onchip.cli import main
 from onchip.cli.bench import backward, forward, gpu, harness, paged, patterns, peers
@@ -28,7 +28,9 @@ from onchip.cli.bench.harness import (
     check_thresholds,
     worst_cell,
 )
+from onchip.cli.bench.scores import Scores
 from tests.benchmarks.skewed import skewed
+from tests.benchmarks.stand_ins import capture, replace_clock
 
 CPU = torch.device("cpu")
 MODULES = {
@@ -40,33 +42,19 @@ MODULES = {
     "masks": masks,
     "video": video,
     "paged": paged,
+    "models": models,
 }
 MODULES |= {"versions": versions_bench, "ablation": ablation}
 CASE = Case("forward", "causal", torch.bfloat16, 16, 111, 2, 2)
 FA4 = peers.fa4  # stand_ins replaces it
-capture = lambda ms: Capture(lambda: None, 1, ms)
-
-
-def steady(captures):
-    return [x.ms for x in captures]
 
 
 @pytest.fixture
 def stand_ins(monkeypatch):
     """A capture runs its jobs once and takes as long as its name says; two sets of inputs."""
     took = {"onchip": 1.0, "fa3": 1.1, "cudnn": 1.2}
-
-    def capture_calls(candidate, backward):
-        for job in candidate.jobs(backward):
-            job()
-        return capture(took.get(candidate.name, 2.0))
-
     monkeypatch.setattr(gpu, "HIDDEN", 128)  # few heads: CPUs without bf16 take minutes for 128
-    monkeypatch.setattr(gpu, "capture_calls", capture_calls)
-    monkeypatch.setattr(gpu, "replay_in_order", steady)
-    monkeypatch.setattr(gpu, "still_there", lambda device: None)
-    draw = lambda case, device: [gpu.draw(case, device, seed=i) for i in range(2)]
-    monkeypatch.setattr(gpu, "draw_sets", draw)
+    replace_clock(monkeypatch, took)
     for name in ("fa3", "fa4", "backend"):
         monkeypatch.setattr(peers, name, lambda *args, **options: peers.standard)
     return took
@@ -161,6 +149,52 @@ def test_the_grid_is_the_papers():
     assert all(c.batch * c.seqlen == 16384 and c.num_heads * c.head_dim == 2048 for c in cases)
     chosen = Session(seqlens=[2048], head_dims=[64, 128])
     assert len(list(gpu.grid(chosen, "forward"))) == 4
+
+
+def test_grouped_heads_are_further_cells():
+    session = Session(seqlens=[2048], head_dims=[80, 128, 256], groups=[1, 4, 16])
+    cases = list(gpu.grid(session, "backward", backward=True))
+    assert len(cases) == len(set(map(str, cases))) == 18
+    heads = {(c.head_dim, c.num_heads, c.kv_heads) for c in cases}
+    assert {(128, 16, 16), (128, 16, 4), (128, 16, 1), (80, 25, 25), (80, 24, 6)} < heads
+    assert (256, 16, 1) in heads  # one key head at least
+    q, k, v, dout = gpu.draw(replace(cases[-1], seqlen=3, batch=1), CPU)
+    assert (q.shape[2], k.shape[2]) == (16, 1) and dout.shape == q.shape and v.shape == k.shape
+
+
+def test_unequal_sizes_are_drawn_and_counted():
+    sizes = {"num_kv_heads": 2, "head_dim_v": 8, "seqlen_k": 7}
+    case = Case("x", "none", torch.bfloat16, 24, 5, 3, 4, backward=True, **sizes)
+    shapes = [tuple(x.shape) for x in gpu.draw(case, CPU)]
+    assert shapes == [(3, 5, 4, 24), (3, 7, 2, 24), (3, 7, 2, 8), (3, 5, 4, 8)]
+    assert gpu.flops(case) == 2 * 3 * 4 * 5 * 7 * (3 * 24 + 2 * 8)
+    row = case.row("x", 1.0, "us")
+    assert (row["num_kv_heads"], row["head_dim_v"], row["seqlen_k"]) == (2, 8, 7)
+    assert {"head_dim_v", "seqlen_k"}.isdisjoint(CASE.row("x", 1.0, "us"))
+
+
+@pytest.mark.parametrize("head_dim", [80, 96, 112])
+def test_a_cell_of_grouped_heads_and_another_head_dim(stand_ins, monkeypatch, head_dim):
+    """Its rows have thresholds of their own."""
+    grouped = lambda *args, **options: lambda q, k, v: onchip.attention(q, k, v, causal=True)
+    for name in ("fa3", "fa4", "backend"):
+        monkeypatch.setattr(peers, name, grouped)
+    case = replace(CASE, head_dim=head_dim, seqlen=48, num_heads=4, num_kv_heads=1)
+    row = forward.measure(Session(device=CPU), case)[0]
+    assert row["num_kv_heads"] == 1 and "4/1" in harness.line(row)
+    backward_case = replace(case, bench="backward", backward=True)
+    (plain, _) = backward.measure(Session(device=CPU), backward_case)
+    for module, measured in ((forward, row), (backward, plain)):
+        results = check_thresholds([measured], module.THRESHOLDS)
+        found = {x.threshold.name: x.measured for x in results}
+        assert found[f"{measured['bench']}, grouped heads"] == pytest.approx(measured["ratio"])
+        assert found[measured["bench"]] is None  # not a cell of the papers
+    assert "groups of 4" in tables._grid([row])
+
+
+def test_groups_are_for_forward_and_backward(capsys):
+    assert main(["bench", "paged", "--groups", "4"]) == 2
+    assert "--groups is for operands of 16 bits, in: forward, backward" in capsys.readouterr().err
 
 
 def test_flops_are_counted_as_the_papers_count():
@@ -318,6 +352,25 @@ def test_sampled_gradients_are_those_of_the_oracle(pattern, monkeypatch):
     want = torch.autograd.grad(out, leaves, inputs[3])
     for got, exact in zip(check.exact["normal"], want, strict=True):
         assert torch.allclose(got, exact[:, check.rows], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shares_bias", [False, True])
+def test_sampled_gradients_of_grouped_heads_softcap_bias_and_sinks(shares_bias, monkeypatch):
+    monkeypatch.setattr(backward, "CHUNK_ELEMENTS", 5000)
+    sizes = {"num_kv_heads": 2, "head_dim_v": 5, "seqlen_k": 157, "backward": True}
+    case = Case("backward", "none", torch.float64, 8, 143, 2, 6, **sizes)
+    inputs, window = gpu.draw(case, CPU), {"causal": True, "window_size": (99, None)}
+    draw = lambda *shape: torch.randn(shape, dtype=torch.float64).requires_grad_()
+    bias = draw(1 if shares_bias else 2, 6, 143, 157)
+    scores = Scores(softmax_scale=0.7, softcap=1.5, bias=bias, sinks=draw(6))
+    distance = lambda rows: rows[:, None] + 14 - torch.arange(157)
+    visible = lambda rows: (distance(rows) >= 0) & (distance(rows) < 100)
+    check = backward.GradientCheck({"normal": inputs}, visible, scores)
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out = onchip.testing.oracle(*leaves, **window, **scores.options).out
+    want = torch.autograd.grad(out, (*leaves, bias, scores.sinks), inputs[3])
+    pairs = zip(check.exact["normal"], check.sample(want), strict=True)
+    assert all(torch.allclose(got, exact, rtol=0, atol=1e-12) for got, exact in pairs)
 
 
 def test_the_model_of_a_gradient_is_that_of_the_rule():

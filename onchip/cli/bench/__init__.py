@@ -21,6 +21,7 @@ class Benchmark(NamedTuple):
     module_8bit: str | None = None  # runs instead for --precision
     simulates: bool = False  # accepts --simulate
     has_cache: bool = False  # accepts --kv-dtype
+    has_groups: bool = False  # accepts --groups
 
 
 BENCHES = {
@@ -32,11 +33,13 @@ BENCHES = {
         "GPU: forward kernels against FlashAttention-3, cuDNN and other peers",
         "onchip.cli.bench.forward",
         plots="onchip.cli.bench.plots",
+        has_groups=True,
     ),
     "backward": Benchmark(
         "GPU: the whole backward pass against cuDNN and FlashAttention-2",
         "onchip.cli.bench.backward",
         plots="onchip.cli.bench.plots",
+        has_groups=True,
     ),
     "paged": Benchmark(
         "GPU: decoding over pages and in one piece, shared prefixes",

@@ -2,6 +2,7 @@
 
 Rows named "forward" time a plain call. "forward triton" and "forward hopper" request a kernel by
 name where a plain call runs another one. A row without FlashAttention-3 as a peer does not count.
+--groups and --head-dims measure further cells, which have thresholds of their own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,12 @@ KERNELS = ("hopper", "triton")
 SDPA = ("cudnn", "fa2", "efficient")
 
 
-def _plain(row: Row) -> bool:
+def _counts(row: Row) -> bool:
     return row["bench"] == "forward" and gpu.counts(row)
+
+
+def _plain(row: Row) -> bool:
+    return _counts(row) and gpu.is_of_papers(row)
 
 
 THRESHOLDS = (
@@ -32,6 +37,7 @@ THRESHOLDS = (
         unit="x",
     ),
     gpu.OVER_FLEX,
+    *gpu.other_cells("forward", _counts, groups=(1.0, 0.93), head_dims=(1.0, 0.95)),
 )
 
 
@@ -77,8 +83,10 @@ def sdpa_rivals(
     case: Case, sets: Sequence[Inputs], check: GpuAccuracyCheck, names: Sequence[str]
 ) -> list[GpuCandidate]:
     """Each SDPA backend in either layout: the faster one will count."""
-    causal = case.mask == "causal"
-    attends = {name: peers.backend(name, is_causal=causal) for name in names}
+    options = {"is_causal": case.mask == "causal"}
+    if case.kv_heads != case.num_heads:
+        options["enable_gqa"] = True
+    attends = {name: peers.backend(name, **options) for name in names}
     pairs = (gpu.both_layouts(name, attend, sets, check) for name, attend in attends.items())
     return [candidate for pair in pairs for candidate in pair]
 

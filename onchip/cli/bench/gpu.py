@@ -8,8 +8,9 @@ two captures, the A/A control, is more than 1.5 % from 1, the cell is measured a
 power are read during the cell and never set.
 
 Columns of a row beyond the schema's: `band` [low, high] of `ratio`; `ratios` {peer: [ratio, low,
-high]}; `errors` {candidate: {distribution: RMSE}}; `control` the A/A ratio; `tries`; `sm_mhz` and
-`power_w` during the cell; `doubts`, the reasons why the row does not count (none: it counts).
+high]}; `errors` {candidate: {distribution: RMSE}}; `refusals` {peer: why it was not timed};
+`control` the A/A ratio; `tries`; `sm_mhz` and `power_w` during the cell; `doubts`, the reasons why
+the row does not count (none: it counts).
 """
 
 import gc
@@ -18,10 +19,11 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import product
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -37,10 +39,13 @@ from onchip.cli.bench.harness import (
     Session,
     Threshold,
     geomean,
+    group_size,
     hold,
+    worst_cell,
 )
 from onchip.cli.bench.measure import sample_rows, seconds
-from onchip.cli.bench.peers import Attend, heads_first
+from onchip.cli.bench.peers import Attend, PeerRefusal, heads_first
+from onchip.cli.bench.scores import Scores
 from onchip.testing import oracle, rmse
 
 SAMPLE_MS, MAX_CALLS = 5.0, 2000
@@ -109,8 +114,10 @@ def still_there(device: torch.device) -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """The type of an error and its first line that is not blank."""
+    """The type of an error and its first line that is not blank; of a PeerRefusal its line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, PeerRefusal):
+        return lines[0]
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
@@ -125,7 +132,8 @@ class GpuCandidate:
     """attend(q, k, v) -> out on every set of inputs, each stored in `layout`.
 
     Candidates of the same name are ways to call the same kernel: the fastest of them counts. ours:
-    the accuracy rule applies.
+    the accuracy rule applies. parameters: further inputs of attend, the same in every call, whose
+    gradients a backward pass computes too.
     """
 
     name: str
@@ -134,6 +142,7 @@ class GpuCandidate:
     check: GpuAccuracyCheck
     layout: Callable[[Tensor], Tensor] = lambda x: x
     ours: bool = False
+    parameters: tuple[Tensor, ...] = ()
 
     @property
     def label(self) -> str:
@@ -154,11 +163,14 @@ class GpuCandidate:
         return partial(_without_grad, self.attend, inputs[:3])
 
     def differentiate(self, inputs: Inputs) -> tuple[Tensor, Callable[[], Inputs]]:
-        """out, and the whole backward pass as a function: () -> (dq, dk, dv)."""
+        """out, and the whole backward pass as a function: () -> (dq, dk, dv), and the gradients of
+        the parameters.
+        """
         leaves = [x.detach().requires_grad_() for x in inputs[:3]]
         with torch.enable_grad():
             out = self.attend(*leaves)
-        return out, partial(torch.autograd.grad, out, leaves, inputs[3], retain_graph=True)
+        wanted = (*leaves, *self.parameters)
+        return out, partial(torch.autograd.grad, out, wanted, inputs[3], retain_graph=True)
 
 
 def _without_grad(attend: Attend, inputs: Inputs) -> Tensor:
@@ -184,17 +196,24 @@ class RowSpec(NamedTuple):
 
 
 class Sampled:
-    """Inputs by name, and the sampled query (and key) rows on which results are compared with fp64.
-    visible(rows) -> bool (rows, seqlen_k).
+    """Inputs by name, and the sampled query and key rows on which results are compared with fp64.
+    visible(rows) -> bool (rows, seqlen_k). scores: how a score differs from q.k / sqrt(head_dim).
     """
 
-    def __init__(self, samples: dict[str, Inputs], visible: Rows):
-        self.samples, self.visible = samples, visible
+    def __init__(self, samples: dict[str, Inputs], visible: Rows, scores: Scores | None = None):
+        self.samples, self.visible, self.scores = samples, visible, scores or Scores()
 
     @cached_property
     def rows(self) -> Tensor:
-        q = next(iter(self.samples.values()))[0]
-        return sample_rows(q.shape[1], CHECKED_ROWS).to(q.device)
+        return self._sample(0)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        return self._sample(1)
+
+    def _sample(self, operand: int) -> Tensor:
+        x = next(iter(self.samples.values()))[operand]
+        return sample_rows(x.shape[1], CHECKED_ROWS).to(x.device)
 
 
 class OutputCheck(Sampled):
@@ -205,18 +224,26 @@ class OutputCheck(Sampled):
     """
 
     @cached_property
+    @torch.no_grad()
     def exact(self) -> dict[str, Tensor]:
-        mask = self.visible(self.rows)
-        answer = lambda q, k, v: oracle(q[:, self.rows], k, v, mask=mask).out
+        answer = lambda q, k, v: oracle(q[:, self.rows], k, v, **self.options).out
         return {name: answer(*inputs[:3]) for name, inputs in self.samples.items()}
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """Those of the oracle for the sampled rows."""
+        return {"mask": self.visible(self.rows), **self.scores.pick(self.rows).options}
+
+    def compute(self, candidate: GpuCandidate, inputs: Inputs) -> Tensor:
+        return candidate.forward(inputs)
 
     def __call__(self, candidate: GpuCandidate, strict: bool) -> dict[str, float]:
         errors = {}
         for name, inputs in self.samples.items():
-            out = candidate.forward(inputs)[:, self.rows]
+            out = self.compute(candidate, inputs)[:, self.rows]
             if strict:
                 q, k, v = inputs[:3]
-                hold(out, q[:, self.rows], k, v, mask=self.visible(self.rows))
+                hold(out, q[:, self.rows], k, v, **self.options)
             errors[name] = rmse(out, self.exact[name])
         return errors
 
@@ -367,17 +394,21 @@ def draw(case: Case, device: torch.device, distribution: str = "normal", seed: i
     """q, k, v and, for a backward pass, dout, in onchip's layout, drawn on the GPU; distributions
     as in `onchip.testing.make_qkv`, dout always normal."""
     generator = torch.Generator(device).manual_seed(seed)
-    shape = (case.batch, case.seqlen, case.num_heads, case.head_dim)
-    normal = lambda: torch.randn(shape, generator=generator, device=device)
+    queries = (case.batch, case.seqlen, case.num_heads)
+    keys = (case.batch, case.keys, case.kv_heads)
+    normal = lambda shape: torch.randn(shape, generator=generator, device=device)
 
-    def one() -> Tensor:
-        x = normal()
+    def one(*shape: int) -> Tensor:
+        x = normal(shape)
         if distribution == "outlier":
-            x += 10 * normal() * (torch.rand(shape, generator=generator, device=device) < 0.001)
+            hit = torch.rand(shape, generator=generator, device=device) < 0.001
+            x += 10 * normal(shape) * hit
         return x.to(case.dtype)
 
-    inputs = (one(), one(), one())
-    return (*inputs, normal().to(case.dtype)) if case.backward else inputs
+    inputs = (one(*queries, case.head_dim), one(*keys, case.head_dim), one(*keys, case.width_v))
+    if not case.backward:
+        return inputs
+    return (*inputs, normal((*queries, case.width_v)).to(case.dtype))
 
 
 def draw_sets(case: Case, device: torch.device) -> list[Inputs]:
@@ -395,21 +426,31 @@ def grid(
     lengths: Sequence[int] = LENGTHS,
     head_dims: Sequence[int] = HEAD_DIMS,
 ) -> Iterable[Case]:
-    """The papers' protocol: TOKENS tokens in all, HIDDEN channels, every length and head_dim."""
+    """The papers' protocol: TOKENS tokens in all, HIDDEN channels, every length and head_dim; again
+    for every group size of the session, with at least one key head.
+    """
     if session.quick:
         lengths, head_dims = QUICK_LENGTHS, QUICK_HEAD_DIMS
     way = "backward" if backward else ""
-    for head_dim in session.head_dims or head_dims:
-        for mask in ("none", "causal"):
-            for n in session.seqlens or lengths:
-                sizes = (head_dim, n, max(1, TOKENS // n), max(1, HIDDEN // head_dim))
-                yield Case(bench, mask, torch.bfloat16, *sizes, backward=backward, way=way)
+    cells = product(session.groups or (1,), session.head_dims or head_dims, ("none", "causal"))
+    for group, head_dim, mask in cells:
+        kv_heads = max(1, HIDDEN // head_dim // group)
+        for n in session.seqlens or lengths:
+            sizes = (head_dim, n, max(1, TOKENS // n), group * kv_heads, backward, way)
+            yield Case(bench, mask, torch.bfloat16, *sizes, num_kv_heads=kv_heads)
+
+
+def is_of_papers(row: Row) -> bool:
+    """Whether a row is a cell of the papers' grid: no grouped heads, and one of HEAD_DIMS."""
+    return group_size(row) == 1 and row["head_dim"] in HEAD_DIMS
 
 
 def flops(case: Case) -> float:
-    """4 B H N^2 D, half of it if causal, 2.5 times that for a backward pass."""
-    forward = 4.0 * case.batch * case.num_heads * case.seqlen**2 * case.head_dim
-    return forward * (0.5 if case.mask == "causal" else 1.0) * (2.5 if case.backward else 1.0)
+    """4 B H N^2 D if all sizes are equal, half of it if causal, 2.5 times that for a backward."""
+    d, dv = case.head_dim, case.width_v
+    dims = 3 * d + 2 * dv if case.backward else d + dv
+    pairs = case.seqlen * case.keys * (0.5 if case.mask == "causal" else 1.0)
+    return 2.0 * case.batch * case.num_heads * pairs * dims
 
 
 @dataclass(frozen=True)
@@ -440,7 +481,7 @@ def contest(
     If our candidate of the first spec fails, there is no row. Any other candidate that raises or is
     inaccurate is reported and left out. A row without every `required` peer does not count.
     """
-    errors, captures = _check_and_capture(session, case, specs)
+    errors, captures, refusals = _check_and_capture(session, case, specs)
     control = capture_calls(specs[0].ours, case.backward)
     start = time.monotonic()
     measured = time_captures(captures, control, QUICK_ROUNDS if session.quick else ROUNDS)
@@ -449,14 +490,19 @@ def contest(
     if abs(measured.control - 1) > CONTROL_LIMIT:
         doubts.append(f"its A/A control is off by {abs(measured.control - 1):.1%}")
     timed = [spec for spec in specs if spec.ours.name in captures]
-    return [_row(case, spec, measured, errors, scale, doubts) | clocks for spec in timed]
+    rows = [_row(case, spec, measured, errors, scale, doubts) for spec in timed]
+    named = ({p.name: refusals[p.name] for p in s.against if p.name in refusals} for s in timed)
+    return [row | {"refusals": r} | clocks for row, r in zip(rows, named, strict=True)]
 
 
 def _check_and_capture(
     session: Session, case: Case, specs: Sequence[RowSpec]
-) -> tuple[dict[str, dict[str, float]], dict[str, Capture]]:
-    """The errors and the captures of all candidates that pass, ours first."""
+) -> tuple[dict[str, dict[str, float]], dict[str, Capture], dict[str, str]]:
+    """The errors and the captures of all candidates that pass, ours first; the reasons of those
+    that pass in no layout.
+    """
     first = specs[0].ours
+    refusals: dict[str, str] = {}
     errors: dict[str, dict[str, float]] = {}
     captures: dict[str, Capture] = {}
     for candidate in _all_candidates(specs):
@@ -469,6 +515,7 @@ def _check_and_capture(
             if candidate is first:
                 raise
             still_there(session.device)
+            refusals.setdefault(candidate.name, sentence(error))
             if candidate.ours and isinstance(error, Inaccurate):
                 session.refused.append(f"{case}, {candidate.name}: {error}")
             else:
@@ -476,7 +523,7 @@ def _check_and_capture(
             continue
         if candidate.name not in captures or capture.ms < captures[candidate.name].ms:
             errors[candidate.name], captures[candidate.name] = candidate_errors, capture
-    return errors, captures
+    return errors, captures, {name: r for name, r in refusals.items() if name not in captures}
 
 
 def _all_candidates(specs: Sequence[RowSpec]) -> list[GpuCandidate]:
@@ -526,6 +573,23 @@ def worst_error(rows: list[Row], distributions: Sequence[str] = ("normal", "outl
 
 def has_cudnn(row: Row) -> bool:
     return "cudnn" in row["errors"]
+
+
+def other_cells(
+    bench: str,
+    selects: Callable[[Row], bool],
+    groups: tuple[float, float],
+    head_dims: tuple[float, float],
+) -> Iterator[Threshold]:
+    """Bounds (geomean, worst cell) on cells beyond the papers' grid, if any are measured."""
+    grouped = lambda row: selects(row) and group_size(row) > 1
+    plain = lambda row: selects(row) and group_size(row) == 1 and not is_of_papers(row)
+    for name, chosen, bounds in (
+        ("grouped heads", grouped, groups),
+        ("other head_dims", plain, head_dims),
+    ):
+        yield Threshold(f"{bench}, {name}", chosen, at_least=bounds[0], optional=True)
+        yield worst_cell(f"{bench}, {name}, worst cell", chosen, bounds[1], optional=True)
 
 
 OVER_FLEX = Threshold(

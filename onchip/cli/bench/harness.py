@@ -34,7 +34,11 @@ Rows = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """The columns of a row that describe the problem."""
+    """The columns of a row that describe the problem.
+
+    num_kv_heads, head_dim_v and seqlen_k default to num_heads, head_dim and seqlen. A row has the
+    columns `head_dim_v` and `seqlen_k` only if they differ from these.
+    """
 
     bench: str
     mask: str
@@ -45,6 +49,21 @@ class Case:
     num_heads: int = 8
     backward: bool = False
     way: str = ""  # the pass, where it is neither forward nor forward+backward
+    num_kv_heads: int | None = None
+    head_dim_v: int | None = None
+    seqlen_k: int | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def keys(self) -> int:
+        return self.seqlen if self.seqlen_k is None else self.seqlen_k
 
     def row(self, kernel: str, value: float, unit: str, **measured: object) -> Row:
         blank = dict(peers={}, best_peer=None, ratio=None, error=None, peer_error=None)
@@ -58,12 +77,17 @@ class Case:
             "seqlen": self.seqlen,
             "batch": self.batch,
             "num_heads": self.num_heads,
-            "num_kv_heads": self.num_heads,
+            "num_kv_heads": self.kv_heads,
             "value": value,
             "unit": unit,
             **blank,
             **measured,
+            **self._unequal_sizes(),
         }
+
+    def _unequal_sizes(self) -> Row:
+        sizes = {"head_dim_v": (self.width_v, self.head_dim), "seqlen_k": (self.keys, self.seqlen)}
+        return {name: size for name, (size, other) in sizes.items() if size != other}
 
     @property
     def pass_name(self) -> str:
@@ -75,6 +99,8 @@ class Case:
 
     def __str__(self) -> str:
         size = f"{self.seqlen:,} tokens, head_dim {self.head_dim}"
+        if self.kv_heads != self.num_heads:
+            size += f", {self.num_heads} heads over {self.kv_heads}"
         return f"{self.bench} {self.mask}, {size}, {self.dtype_name}, {self.pass_name}"
 
 
@@ -176,8 +202,9 @@ class Session:
     - Callbacks: report_progress(title, done) moves the progress bar, keep(row) receives every row
       as soon as it is measured, say(sentence) prints a remark, watch(start) returns the GPU's
       clocks since `start`.
-    - Selection: seqlens and head_dims choose cells of a GPU benchmark, only chooses among its
-      PARTS, kv_dtypes chooses 8-bit caches, precision chooses 8-bit operands.
+    - Selection: seqlens and head_dims choose cells of a GPU benchmark, groups chooses query heads
+      per key head, only chooses among its PARTS, kv_dtypes chooses 8-bit caches, precision chooses
+      8-bit operands.
     - flex adds FlexAttention as a peer, seconds is the duration of a load (0: the benchmark's
       default), simulate runs the simulation of machines that are not present.
     - where replaces the CPU's description in the meta of the results file; was_interrupted: Ctrl-C
@@ -194,6 +221,7 @@ class Session:
     say: Callable[[str], None] = lambda sentence: None
     seqlens: Sequence[int] = ()
     head_dims: Sequence[int] = ()
+    groups: Sequence[int] = ()
     only: Sequence[str] = ()
     flex: bool = False
     seconds: float = 0.0
@@ -326,6 +354,11 @@ def worst_cell(
     return Threshold(name, selects, at_least, measure=least, optional=optional)
 
 
+def group_size(row: Row) -> int:
+    """Query heads per key head; 1 in rows about no heads."""
+    return max(1, row["num_heads"] // max(1, row["num_kv_heads"]))
+
+
 def geomean(values: list[float]) -> float:
     return math.exp(sum(math.log(x) for x in values) / len(values))
 
@@ -412,6 +445,8 @@ def print_row(console, row: Row) -> None:
 def line(r: Row) -> str:
     """One row as a line: the problem, the time, and the peers."""
     head_dim = f"D {r['head_dim']}" if r["head_dim"] else ""
+    if group_size(r) > 1:
+        head_dim += f" {r['num_heads']}/{r['num_kv_heads']}"
     tokens = f"{r['batch']} x {r['seqlen']:,}" if r["seqlen"] else ""
     case = f"{r['bench']:<16} {r['mask']:<14} {r['pass']:<16} {SHORT[r['dtype']]:<4} {head_dim:<5}"
     ratio = f"{r['ratio']:.3g}x {r['best_peer']}" if r["best_peer"] else ""

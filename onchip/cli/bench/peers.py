@@ -1,9 +1,13 @@
 """What onchip is compared with, in its own layout (batch, seqlen, heads, head_dim)."""
 
 import math
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +21,17 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+
+
+class PeerRefusal(Exception):
+    """A peer cannot compute a call; the message says what it lacks, in one line."""
+
+
+class Lengths(NamedTuple):
+    """Packed sequences: int32 cu_seqlens of queries and keys, and the longest sequence."""
+
+    cu_seqlens: Tensor
+    longest: int
 
 
 def standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -49,30 +64,91 @@ def backend(name: str, **options) -> Attend:
     return attend
 
 
-def fa3(**options) -> Attend:
-    """FlashAttention-3's forward, from the package fa3-fwd or its own; ImportError where both are
-    missing. In FP8 it takes descales, too.
+def explain_refusal(attend: Attend) -> Attend:
+    """attend, in which SDPA's "No available kernel" becomes a PeerRefusal with the reason. torch
+    gives it as a warning, after one that announces it. That a backend is disabled is none.
     """
-    name = "flash_attn_interface" if find_spec("flash_attn_interface") else "fa3_fwd_interface"
-    function = import_module(name).flash_attn_func
-    return lambda q, k, v, **scales: function(q, k, v, **options, **scales)
+
+    def attend_or_explain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        try:
+            return attend(q, k, v)
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            with warnings.catch_warnings(record=True) as caught, suppress(RuntimeError):
+                warnings.simplefilter("always")
+                attend(q, k, v)
+            texts = [str(x.message).partition(" (Triggered internally")[0] for x in caught]
+            announced = (b for a, b in pairwise(texts) if a.endswith("not used because:"))
+            reasons = (text for text in announced if not text.endswith("disabled."))
+            raise PeerRefusal(next(reasons, "SDPA has no kernel for it")) from error
+
+    return attend_or_explain
 
 
-def fa4(**options) -> Attend:
-    """FlashAttention-4, from the package flash-attn-4; ImportError where it is missing. Its first
-    call of a kind compiles for some seconds.
+def fa2(
+    causal: bool,
+    window: int | None = None,
+    softmax_scale: float | None = None,
+    packed: Lengths | None = None,
+) -> Attend:
+    """FlashAttention-2 as torch has it, with options that SDPA has no name for: a window of the
+    last keys, packed sequences, and a causal mask aligned bottom-right.
     """
-    function = import_module("flash_attn.cute").flash_attn_func
+    forward = torch.ops.aten._flash_attention_forward
+    sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = function(q, k, v, **options)
-        return out[0] if isinstance(out, tuple) else out  # (out, lse) in some of its versions
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        if packed is None:
+            lengths = (None, None, q.shape[1], k.shape[1])
+            return forward(q, k, v, *lengths, 0.0, causal, False, scale=scale, **sides)[0]
+        lengths = (packed.cu_seqlens, packed.cu_seqlens, packed.longest, packed.longest)
+        one = (x[0] for x in (q, k, v))
+        return forward(*one, *lengths, 0.0, causal, False, scale=scale, **sides)[0][None]
 
     return attend
 
 
-def flex(n: int, mask_mod: Callable | None, device: torch.device) -> Attend:
+def fa3(packed: Lengths | None = None, **options) -> Attend:
+    """FlashAttention-3's forward, from the package fa3-fwd or its own; ImportError where both are
+    missing. In FP8 it takes descales, too.
+    """
+    name = "flash_attn_interface" if find_spec("flash_attn_interface") else "fa3_fwd_interface"
+    return _flash(import_module(name), packed, options)
+
+
+def fa4(packed: Lengths | None = None, **options) -> Attend:
+    """FlashAttention-4, from the package flash-attn-4; ImportError where it is missing. Its first
+    call of a kind compiles for some seconds.
+    """
+    return _flash(import_module("flash_attn.cute"), packed, options)
+
+
+def _flash(module, packed: Lengths | None, options: dict) -> Attend:
+    """(out, lse) of some versions becomes out. Packed sequences are one batch entry."""
+    out_of = lambda result: result[0] if isinstance(result, tuple) else result
+    if packed is None:
+        function = module.flash_attn_func
+        return lambda q, k, v, **scales: out_of(function(q, k, v, **options, **scales))
+    function, (cu, longest) = module.flash_attn_varlen_func, packed
+    lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    lengths |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return lambda q, k, v: out_of(function(q[0], k[0], v[0], **lengths, **options))[None]
+
+
+def flex(
+    n: int,
+    mask_mod: Callable | None,
+    device: torch.device,
+    *,
+    seqlen_k: int | None = None,
+    score_mod: Callable | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Attend:
     """FlexAttention compiled for n tokens, its block mask built here. mask_mod(b, h, q, k) or None.
+    sinks, which it lacks, rescale its output: out * l / (l + exp(sink)) with l = exp(lse).
 
     Every call forgets what was compiled before: beyond eight shapes of one function the compiler
     would fall back to the unfused program without a word. Donated buffers are off, because a
@@ -84,12 +160,23 @@ def flex(n: int, mask_mod: Callable | None, device: torch.device) -> Attend:
     torch._dynamo.reset()
     config.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)
-    block_mask = None
+    rescale = torch.compile(_add_sinks, dynamic=False)
+    block_mask, keys = None, n if seqlen_k is None else seqlen_k
     if mask_mod is not None:
-        block_mask = create_block_mask(mask_mod, None, None, n, n, str(device), _compile=True)
+        block_mask = create_block_mask(mask_mod, None, None, n, keys, str(device), _compile=True)
+    options = {"score_mod": score_mod, "block_mask": block_mask, "scale": scale}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return compiled(q, k, v, block_mask=block_mask).transpose(1, 2)
+        grouped = q.shape[1] != k.shape[1]
+        if sinks is None:
+            return compiled(q, k, v, **options, enable_gqa=grouped).transpose(1, 2)
+        out, lse = compiled(q, k, v, **options, enable_gqa=grouped, return_lse=True)
+        return rescale(out, lse, sinks).transpose(1, 2)
 
     return attend
+
+
+def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    kept = torch.sigmoid(lse - sinks[:, None].to(lse))
+    return (out * kept[..., None]).to(out.dtype)

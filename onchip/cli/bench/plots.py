@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from onchip.cli.bench.harness import Row
+from onchip.cli.bench.harness import Row, group_size
 
 OURS = {"color": "#c0392b", "linewidth": 2.2, "marker": "o", "markersize": 4, "zorder": 3}
 PEERS = {
     "fa3": ("FlashAttention-3", "#1f5f8b"),
+    "fa4": ("FlashAttention-4", "#3d9bb3"),
     "cudnn": ("cuDNN", "#2e8b57"),
     "fa2": ("FlashAttention-2", "#7f8c8d"),
     "efficient": ("memory-efficient SDPA", "#b7a57a"),
@@ -59,9 +60,9 @@ def paper(width: float, height: float):
 
 
 def speeds(rows: list[Row]):
-    rows = [row for row in rows if row["unit"] == "TFLOP/s"]
+    rows = [row for row in rows if row["unit"] == "TFLOP/s" and group_size(row) == 1]
     if not rows:
-        raise ValueError("there are no speeds in TFLOP/s in these results")
+        raise ValueError("there are no speeds in TFLOP/s without grouped heads in these results")
     plain = rows[0]["bench"]
     dims = sorted({row["head_dim"] for row in rows})
     masks = list(dict.fromkeys(row["mask"] for row in rows))

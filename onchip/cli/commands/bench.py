@@ -43,6 +43,9 @@ def _complete_name(ctx: Any, param: Any, incomplete: str) -> list[CompletionItem
 )
 @list_option("--seqlens", "N", "GPU: measure these sequence lengths.")
 @list_option("--head-dims", "D", "GPU: measure these head dimensions.")
+@list_option(
+    "--groups", "G", "forward, backward: measure these numbers of query heads per key head."
+)
 @click.option("--flex", is_flag=True, help="GPU: measure FlexAttention too, which compiles long.")
 @list_option(
     "--kv-dtype",
@@ -107,6 +110,9 @@ def _check_options(args: SimpleNamespace, parts: Sequence[str]) -> None:
     if args.kv_dtype and not benches[args.name].has_cache:
         known = ", ".join(name for name, b in benches.items() if b.has_cache)
         raise ValueError(f"{args.name} has no cache to choose; --kv-dtype is for: {known}")
+    if args.groups and (args.precision or not benches[args.name].has_groups):
+        known = ", ".join(name for name, b in benches.items() if b.has_groups)
+        raise ValueError(f"--groups is for operands of 16 bits, in: {known}")
     drawn = [name for name, b in benches.items() if b.report or b.plots]
     if args.plot and args.name not in drawn:
         raise ValueError(f"{args.name} draws nothing; --plot is for: {', '.join(drawn)}")
@@ -138,6 +144,7 @@ def _session(args: SimpleNamespace, console: Any) -> Any:
         say=partial(console.print, markup=False, highlight=False, soft_wrap=True),
         seqlens=args.seqlens,
         head_dims=args.head_dims,
+        groups=args.groups,
         only=args.only,
         flex=args.flex,
         seconds=args.seconds or 0,
