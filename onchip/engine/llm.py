@@ -17,6 +17,7 @@ from onchip.engine.progress import ProgressBar
 from onchip.engine.ranks import Ranks
 from onchip.engine.request import RequestOutput
 from onchip.engine.sampling_params import BeamSearchParams, SamplingParams
+from onchip.engine.speculation.config import SpeculativeConfig
 from onchip.engine.stats import EngineStats
 from onchip.engine.step import Limits, RejectedRequest
 from onchip.engine.text_worker_pool import TextWorker, TextWorkerPool
@@ -38,6 +39,8 @@ class LLM:
     preempted requests. dtype: "auto" for the checkpoint's own. kv_dtype: "fp8" (e4m3) or "int8" for
     8-bit pages, of which twice as many fit; None for dtype. seed: for requests without one.
     enforce_eager: use no CUDA graphs. num_pages: pages of the cache; None for as many as fit.
+    speculative_config: a dict with the names of `SpeculativeConfig`; outputs do not change, see
+    docs/engine.md.
 
     tensor_parallel_size: torchrun starts this many processes, which all make the same calls. All
     ranks must decide alike, so nothing may depend on time: no swapping, no graphs, and metrics
@@ -65,7 +68,9 @@ class LLM:
         enforce_eager: bool = False,
         device: str | torch.device | None = None,
         num_pages: int | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
     ):
+        speculation = SpeculativeConfig.parse(speculative_config)
         ranks = Ranks(tensor_parallel_size, seed)
         model = resolve(model) if isinstance(model, (str, Path)) else model
         loaded = ranks.load(model, device, dtype)
@@ -77,8 +82,9 @@ class LLM:
         spec = loaded.cache_spec(block_size, kv_dtype)
         if num_pages is None:
             share, paging = gpu_memory_utilization, memory.Paging(block_size, kv_dtype)
+            rows = 1 + (speculation.num_speculative_tokens if speculation else 0)
             num_pages = ranks.take_minimum(
-                memory.device_pages(loaded, limits, paging, share, graphs=graphs)
+                memory.device_pages(loaded, limits, paging, share, graphs=graphs, rows_per_seq=rows)
             )
         self.engine = Engine(
             loaded,
@@ -91,6 +97,7 @@ class LLM:
             prefix_caching=enable_prefix_caching,
             eos_token_ids=_eos(model),
             seed=seed,
+            speculative_config=speculation,
             execution=ExecutionConfig(graphs=graphs, clock=ranks.clock),
         )
         self._ranks = ranks
