@@ -121,26 +121,27 @@ def test_a_stop_string_inside_accepted_drafts_drops_the_tokens_after_it(tiny):
     """Streamed or not: text, tokens and logprob end with the token that completes the string."""
     greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     with tiny.engine() as one:
-        (request,) = tiny.ask(one, ["no prefix"], [greedy])
+        (request,) = tiny.ask(one, ["Zo"], [greedy])
         free = tiny.drain(one)[0]
     text = free[request.request_id].outputs[0].text
     params = SamplingParams(
-        temperature=0, max_tokens=30, ignore_eos=True, stop=[text[9:11]], logprobs=1
+        temperature=0, max_tokens=30, ignore_eos=True, stop=[text[4:6]], logprobs=1
     )
     results = []
     for config in (None, SpeculativeConfig(6)):
         with tiny.engine(speculative_config=config) as one:
             if config:
                 one._speculator._proposer = Replay(free, right=1)
-            (request,) = tiny.ask(one, ["no prefix"], [params])
+            (request,) = tiny.ask(one, ["Zo"], [params])
             outputs, shown = tiny.drain(one)
             results.append(outputs[request.request_id].outputs[0])
             assert all(text.startswith(o.outputs[0].text) for o in shown)
     plain, drafted = results
+    assert len(plain.token_ids) == 6  # of the 8 that the first chunk with drafts would make
     assert drafted.token_ids == plain.token_ids and drafted.text == plain.text
     assert len(drafted.logprobs) == len(plain.logprobs) == len(plain.token_ids)
     assert abs(drafted.cumulative_logprob - plain.cumulative_logprob) < 1e-4
-    assert drafted.stop_reason == plain.stop_reason == text[9:11]
+    assert drafted.stop_reason == plain.stop_reason == text[4:6]
 
 
 def test_sampled_tokens_have_the_distribution_without_drafts(tiny):
