@@ -272,7 +272,10 @@ class Scheduler:
         touched: dict[Request, None] = {}
         for chunk, sample, tokens in split_rows(step, sampled):
             if sample.pending:
-                self._append_tokens(chunk, sample, tokens)
+                if chunk.drafts:
+                    self._append_verified(chunk, tokens)
+                else:
+                    sample.append(tokens[0])
                 if sample.end is not None:
                     touched[sample.request] = None
             elif sample.request.beams and sample.status is Status.RUNNING:
@@ -520,11 +523,9 @@ class Scheduler:
                 request.metrics = replace(request.metrics, first_token_s=self.clock())
         self._kv.append_last([sample for _, sample in step.rows_to_sample])
 
-    def _append_tokens(self, chunk: Chunk, sample: Sample, tokens: Sequence[SampledToken]) -> None:
-        """Append the sampled token, or those of a chunk with drafts; drop its rejected drafts."""
-        if not chunk.drafts:
-            sample.append(tokens[0])
-            return
+    def _append_verified(self, chunk: Chunk, tokens: Sequence[SampledToken]) -> None:
+        """Append the tokens of a chunk with drafts, and drop its rejected drafts."""
+        sample = chunk.sample
         num_accepted = max(0, sample.append_accepted(tokens) - 1)
         self._kv.roll_back(sample)
         if self._speculator is not None:

@@ -87,7 +87,7 @@ class ScheduledStep:
 
     @cached_property
     def num_drafts(self) -> int:
-        return sum([len(chunk.drafts) for chunk in self.chunks])
+        return sum([len(chunk.drafts) for chunk in self.chunks if chunk.drafts])
 
     @cached_property
     def needs_tokens(self) -> bool:
@@ -100,8 +100,7 @@ class ScheduledStep:
         """(index of the chunk, sample) for each row of logits, in the order that `apply_tokens`
         takes. A sample has as many rows as drafts, and one more.
         """
-        return [
-            (i, sample)
-            for i, chunk in enumerate(self.chunks)
-            for sample in chunk.sampled_by * (1 + len(chunk.drafts))
-        ]
+        if not self.num_drafts:
+            return [(i, s) for i, chunk in enumerate(self.chunks) for s in chunk.sampled_by]
+        rows = [chunk.sampled_by * (1 + len(chunk.drafts)) for chunk in self.chunks]
+        return [(i, sample) for i, samples in enumerate(rows) for sample in samples]

@@ -11,7 +11,8 @@ rejected draft is replaced by a token distributed as p without d, normalised. Th
 position is that of decoding, so a seed samples the same tokens with and without drafts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 
 from onchip.engine.request import Sample, SampledToken
 from onchip.engine.step import Chunk, ScheduledStep
@@ -49,14 +50,17 @@ def accept(drafts: Sequence[int], sampled: Sequence[SampledToken]) -> Sequence[S
 
 def split_rows(
     step: ScheduledStep, sampled: Sequence[SampledToken]
-) -> Iterator[tuple[Chunk, Sample, Sequence[SampledToken]]]:
+) -> list[tuple[Chunk, Sample, Sequence[SampledToken]]]:
     """(chunk, sample, its new tokens) for each sample that the step samples."""
-    row = 0
-    for chunk in step.chunks:
-        for sample in chunk.sampled_by:
-            num_rows = 1 + len(chunk.drafts)
-            yield chunk, sample, accept(chunk.drafts, sampled[row : row + num_rows])
-            row += num_rows
+    if not step.num_drafts:  # one token for each: nothing is called per sample
+        rows = zip(step.rows_to_sample, sampled, strict=True)
+        return [(step.chunks[i], sample, (token,)) for (i, sample), token in rows]
+    tokens = iter(sampled)
+    return [
+        (chunk, sample, accept(chunk.drafts, list(islice(tokens, 1 + len(chunk.drafts)))))
+        for chunk in step.chunks
+        for sample in chunk.sampled_by
+    ]
 
 
 def count_accepted(step: ScheduledStep, sampled: Sequence[SampledToken]) -> int:

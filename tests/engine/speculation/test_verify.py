@@ -170,8 +170,8 @@ def test_sampled_tokens_have_the_distribution_without_drafts(tiny):
                     counts[place][token] += 1
             return counts, one.stats().speculation
 
-    seen, _ = draw(None, range(400))
-    drafted, stats = draw(SpeculativeConfig(2), range(1000, 1400))
+    seen, _ = draw(None, range(240))
+    drafted, stats = draw(SpeculativeConfig(2), range(1000, 1240))
     assert stats.num_accepted_tokens > 50
     for plain, other in zip(seen, drafted, strict=True):
         common = [t for t in plain | other if plain[t] + other[t] >= 10]
