@@ -359,6 +359,11 @@ class Request:
         return bool(self.beams) or len(self.samples) > self.params.n
 
     @property
+    def takes_drafts(self) -> bool:
+        """Its drafts can be verified: not those of a beam search, which samples nothing."""
+        return not self.beams
+
+    @property
     def max_seqs(self) -> int:
         """`num_seqs` at the start."""
         return self.beams.beam_width if self.beams else len(self.samples)

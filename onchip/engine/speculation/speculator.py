@@ -116,7 +116,7 @@ class Speculator:
         if self._count_free(chunks, len(samples)) < 1:
             return False
         turn = self._turn + 1
-        return any([turn % s.draft_period == 0 and not s.request.beams for s in samples])
+        return any([turn % s.draft_period == 0 and s.request.takes_drafts for s in samples])
 
     def observe(self, sample: Sample, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts of a chunk."""
@@ -142,7 +142,7 @@ def _is_decode(chunk: Chunk) -> bool:
     sample, request = chunk.sample, chunk.sample.request
     is_last = chunk.num_tokens == 1 and chunk.sampled_by == (sample,)
     after_prompt = chunk.start >= len(request.prompt_token_ids)
-    return is_last and after_prompt and not sample.pending and not request.beams
+    return is_last and after_prompt and not sample.pending and request.takes_drafts
 
 
 def _wait_longer(sample: Sample) -> None:
