@@ -31,6 +31,7 @@ from onchip.engine.request import Request, RequestOutput, Status
 from onchip.engine.sampling_params import BeamSearchParams, SamplingParams
 from onchip.engine.scheduler import Scheduler
 from onchip.engine.speculation.config import SpeculativeConfig
+from onchip.engine.speculation.draft import DraftModelProposer
 from onchip.engine.speculation.ngram import NgramProposer
 from onchip.engine.speculation.speculator import Speculator
 from onchip.engine.speculation.verify import count_accepted
@@ -71,7 +72,8 @@ class Engine:
     "int8" for 8-bit pages, None for the model's dtype. host_pages: pages of host memory for
     preempted requests; 0: they are always recomputed. eos_token_ids: None for those of the
     tokenizer and the model. seed: for requests without one; None: a new one each time.
-    speculative_config: options of speculative decoding.
+    speculative_config: options of speculative decoding. draft_model: its model, if it has one; the
+    draft's cache has as many pages as this one's, in its own dtype.
     """
 
     model: Model
@@ -97,6 +99,7 @@ class Engine:
         eos_token_ids: Sequence[int] | None = None,
         seed: int | None = None,
         speculative_config: SpeculativeConfig | None = None,
+        draft_model: Model | None = None,
         execution: ExecutionConfig = ExecutionConfig(),  # noqa: B008 (immutable)
     ):
         self.model, self.tokenizer, self.limits = model, tokenizer, limits
@@ -111,7 +114,8 @@ class Engine:
         )
         self.tier = HostTier(self.cache, host_pages) if host_pages else None
         self.costs = PreemptionCosts(spec.page_bytes) if host_pages else None
-        self._speculator = _make_speculator(model, spec, speculative_config)
+        self._draft = None if draft_model is None else self._make_draft(draft_model)
+        self._speculator = _make_speculator(model, spec, speculative_config, self._draft)
         self._clock = execution.clock
         self._runner = ModelRunner(model, self.cache, execution.graphs)
         self._overlap = (
@@ -236,7 +240,7 @@ class Engine:
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.abort(request.request_id)
         on_gpu = self.cache.device.type == "cuda"
-        self._in_flight = self._runner = None
+        self._in_flight = self._runner = self._draft = self._speculator = None
         del self.model, self.cache, self.tier, self.scheduler, self._output_processor
         if on_gpu:
             torch.cuda.empty_cache()  # return torch's cached memory to the device
@@ -272,11 +276,29 @@ class Engine:
         self.cache.reset()
         if self.tier is not None:
             self.tier.reset()
+        if self._draft is not None:
+            self._draft.reset()
         before = self.scheduler
         self._reset_scheduler()
         self.scheduler.totals = before.totals
         self.scheduler.num_cached_tokens = before.num_cached_tokens
         self._inconsistent = False
+
+    def _make_draft(self, draft: Model) -> DraftModelProposer:
+        limits, size = self.limits, self.cache.spec.page_size
+        for name in ("vocab_size", "max_seqlen"):
+            own = getattr(draft.config, name)
+            needed = self.model.config.vocab_size if name == "vocab_size" else limits.max_model_len
+            if own < needed or (own > needed and name == "vocab_size"):
+                raise ValueError(f"the draft model has {name}={own}, this one needs {needed}")
+        cache = KVCache(
+            draft.cache_spec(size),
+            self.cache.pool.num_pages,
+            max_seqs=limits.max_num_seqs,
+            max_seqlen=limits.max_model_len,
+            prefix_reuse=self.cache.prefix_reuse,
+        )
+        return DraftModelProposer(draft, cache, limits.max_num_batched_tokens)
 
     def _reset_scheduler(self) -> None:
         """Start with empty queues and no step in flight."""
@@ -351,15 +373,17 @@ class Engine:
 
 
 def _make_speculator(
-    model: Model, spec: Spec, config: SpeculativeConfig | None
+    model: Model, spec: Spec, config: SpeculativeConfig | None, draft: DraftModelProposer | None
 ) -> Speculator | None:
+    if (config is not None and config.method == "draft") != (draft is not None):
+        raise ValueError('method="draft" of speculative_config needs draft_model, and only it does')
     if config is None:
         return None
     sizes = model.config
     weights = sizes.num_layers * model.layer_weights + sizes.vocab_size * sizes.hidden_size
     hardware, token_bytes = planned_for(model.device), spec.page_bytes / spec.page_size
     roofline = DecodeRoofline(hardware, model.dtype, weights, token_bytes)
-    return Speculator(config, NgramProposer(config), roofline.free_tokens)
+    return Speculator(config, draft or NgramProposer(config), roofline.free_tokens)
 
 
 def _salt(salt: bytes) -> str:

@@ -74,6 +74,7 @@ class LLM:
         ranks = Ranks(tensor_parallel_size, seed)
         model = resolve(model) if isinstance(model, (str, Path)) else model
         loaded = ranks.load(model, device, dtype)
+        draft = _load_draft(ranks, speculation, device, dtype)
         longest = loaded.config.max_seqlen
         if max_model_len is not None and not 1 < max_model_len <= longest:
             raise ValueError(f"{max_model_len=} must be in [2, {longest}], the model's own")
@@ -84,7 +85,15 @@ class LLM:
             share, paging = gpu_memory_utilization, memory.Paging(block_size, kv_dtype)
             rows = 1 + (speculation.num_speculative_tokens if speculation else 0)
             num_pages = ranks.take_minimum(
-                memory.device_pages(loaded, limits, paging, share, graphs=graphs, rows_per_seq=rows)
+                memory.device_pages(
+                    loaded,
+                    limits,
+                    paging,
+                    share,
+                    graphs=graphs,
+                    rows_per_seq=rows,
+                    draft=draft,
+                )
             )
         self.engine = Engine(
             loaded,
@@ -98,6 +107,7 @@ class LLM:
             eos_token_ids=_eos(model),
             seed=seed,
             speculative_config=speculation,
+            draft_model=draft,
             execution=ExecutionConfig(graphs=graphs, clock=ranks.clock),
         )
         self._ranks = ranks
@@ -268,6 +278,20 @@ class _PromptBatch:
         self.num_left = len(prompts)
         self.indices: dict[str, int] = {}
         self.outputs: deque[RequestOutput] = deque()
+
+
+def _load_draft(
+    ranks: Ranks,
+    config: SpeculativeConfig | None,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype,
+) -> Model | None:
+    if config is None or config.model is None:
+        return None
+    if not ranks.is_single:
+        raise ValueError('method="draft" of speculative_config needs tensor_parallel_size=1')
+    model = config.model
+    return ranks.load(resolve(model) if isinstance(model, (str, Path)) else model, device, dtype)
 
 
 def _tokenizer(

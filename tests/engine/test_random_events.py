@@ -31,7 +31,10 @@ class Guesses:
         self.draw, self.alone, self.share = draw, alone, share
         self.expected = {}
 
-    def propose(self, sample, limit):
+    def propose(self, wanted):
+        return [self.guess(*one) for one in wanted]
+
+    def guess(self, sample, limit):
         draw, name = self.draw, sample.request.request_id
         if name not in self.expected:
             self.expected[name] = self.alone(sample.request)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "draft")
 MAX_DRAFTS = 64
 _DEFAULT_LOOKUP = 5  # tokens, as in vLLM
 
@@ -13,13 +13,15 @@ _DEFAULT_LOOKUP = 5  # tokens, as in vLLM
 class SpeculativeConfig:
     """Names are vLLM's. num_speculative_tokens: most drafts of a sample in one step. method:
     "ngram" looks the last tokens up in the prompt and the continuation so far, and proposes the
-    tokens that followed them there. prompt_lookup_max, prompt_lookup_min: the most and the fewest
-    tokens to look up; if one is None it is the other, 5 if both are. disable_by_batch_size: no
-    drafts while more samples than this are decoded; None: only the device's roofline decides.
+    tokens that followed them there; "draft" asks a smaller model, `model`, which `LLM` takes as it
+    takes its own. prompt_lookup_max, prompt_lookup_min: the most and the fewest tokens to look up;
+    if one is None it is the other, 5 if both are. disable_by_batch_size: no drafts while more
+    samples than this are decoded; None: only the device's roofline decides.
     """
 
     num_speculative_tokens: int
     method: str = "ngram"
+    model: Any = None
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     disable_by_batch_size: int | None = None
@@ -30,6 +32,8 @@ class SpeculativeConfig:
                 f"method={self.method!r:.60} of speculative_config is not one of"
                 f" {', '.join(METHODS)}"
             )
+        if (self.method == "draft") != (self.model is not None):
+            raise ValueError('speculative_config needs a model for method="draft", and only for it')
         _check_integer("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFTS)
         for name in ("prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size"):
             if getattr(self, name) is not None:

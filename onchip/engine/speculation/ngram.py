@@ -7,6 +7,7 @@ Copied names, quoted passages and edited code are found; new text is not, and co
 """
 
 from array import array
+from collections.abc import Sequence
 
 from onchip.engine.request import Sample
 from onchip.engine.speculation.config import SpeculativeConfig
@@ -22,8 +23,11 @@ class NgramProposer:
     def __init__(self, config: SpeculativeConfig):
         self._lengths = config.lookup_lengths
 
-    def propose(self, sample: Sample, limit: int) -> tuple[int, ...]:
-        """`limit` drafts, or none. All tokens of the sample must be known."""
+    def propose(self, wanted: Sequence[tuple[Sample, int]]) -> list[tuple[int, ...]]:
+        """For each (sample, limit) `limit` drafts, or none. All its tokens must be known."""
+        return [self._propose(sample, limit) for sample, limit in wanted]
+
+    def _propose(self, sample: Sample, limit: int) -> tuple[int, ...]:
         packed = sample.packed_tokens
         new = sample.tokens(len(packed) // _ITEM, sample.length)
         packed += array("i", new).tobytes()

@@ -24,8 +24,8 @@ _MAX_PERIOD = 16  # steps; a step in vain then costs 1/16 of one
 class Proposer(Protocol):
     """A source of drafts."""
 
-    def propose(self, sample: Sample, limit: int) -> Sequence[int]:
-        """At most `limit` tokens that may follow the sample's known tokens."""
+    def propose(self, wanted: Sequence[tuple[Sample, int]]) -> Sequence[Sequence[int]]:
+        """For each (sample, limit) at most `limit` tokens that may follow its known tokens."""
         ...
 
 
@@ -88,23 +88,24 @@ class Speculator:
             return []
         due = [c for c in chunks if _is_decode(c) and self._turn % c.sample.draft_period == 0]
         share = min(self.config.num_speculative_tokens, max(1, room // max(1, len(due))))
-        proposed = []
+        wanted = []
         for chunk in due:
-            drafts = self._propose(chunk.sample, min(share, room))
-            room -= len(drafts)
-            if drafts:
-                proposed.append((chunk, drafts))
-        return proposed
+            sample = chunk.sample  # the token after its last draft may be its last one
+            limit = min(share, room, sample.request.max_tokens - sample.num_tokens - 1)
+            if limit > 0:
+                wanted.append((chunk, limit))
+                room -= limit
+        return self._propose(wanted)
 
-    def _propose(self, sample: Sample, limit: int) -> tuple[int, ...]:
-        """Drafts of one sample. The token after the last draft may be its last one."""
-        limit = min(limit, sample.request.max_tokens - sample.num_tokens - 1)
-        if limit < 1:
-            return ()
-        drafts = tuple(self._proposer.propose(sample, limit))[:limit]
-        if not drafts:
-            _wait_longer(sample)
-        return drafts
+    def _propose(self, wanted: Sequence[tuple[Chunk, int]]) -> list[tuple[Chunk, tuple[int, ...]]]:
+        samples = [(chunk.sample, limit) for chunk, limit in wanted]
+        proposed = []
+        for (chunk, limit), drafts in zip(wanted, self._proposer.propose(samples), strict=True):
+            if drafts:
+                proposed.append((chunk, tuple(drafts[:limit])))
+            else:
+                _wait_longer(chunk.sample)
+        return proposed
 
     def needs_tokens(self, chunks: Sequence[Chunk]) -> bool:
         """Whether the sampled tokens of this step must be known before the next one is scheduled:

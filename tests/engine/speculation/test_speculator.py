@@ -15,9 +15,9 @@ class Same:
     def __init__(self, count=99):
         self.count, self.asked = count, 0
 
-    def propose(self, sample, limit):
-        self.asked += 1
-        return [1] * min(limit, self.count)
+    def propose(self, wanted):
+        self.asked += len(wanted)
+        return [[1] * min(limit, self.count) for _, limit in wanted]
 
 
 def speculator(proposer=None, free=math.inf, **options):

@@ -22,7 +22,10 @@ class Replay:
     def __init__(self, outputs, right=0.9):
         self.outputs, self.right, self.draw = outputs, right, random.Random(1)
 
-    def propose(self, sample, limit):
+    def propose(self, wanted):
+        return [self.replay(*one) for one in wanted]
+
+    def replay(self, sample, limit):
         choices = self.outputs[sample.request.request_id].outputs
         if sample.index >= len(choices):  # best_of: the others are not known
             return [1] * limit
@@ -152,8 +155,11 @@ def test_sampled_tokens_have_the_distribution_without_drafts(tiny):
     class Likely:
         """A wrong and a likely token in turns."""
 
-        def propose(self, sample, limit):
-            return [seen[len(sample.token_ids)].most_common(2)[sample.request.rng_seed % 2][0]] * 2
+        def propose(self, wanted):
+            return [[self.guess(sample)] * limit for sample, limit in wanted]
+
+        def guess(self, sample):
+            return seen[len(sample.token_ids)].most_common(2)[sample.request.rng_seed % 2][0]
 
     def draw(config, seeds):
         counts = [Counter() for _ in range(4)]
