@@ -87,7 +87,7 @@ ALLOWED = {
     },
     "engine": {
         *("core.device", "core.extras", "core.files", "core.functional", "core.machine"),
-        *("core.problem", "kvcache", "models", "parallel"),
+        *("core.problem", "cost", "kvcache", "models", "parallel"),
     },
     "nn": {"core.arguments", "core.functional", "core.problem", "masks", "models"},
     "server": {"core.extras", "core.hub_cache", "core.problem", "engine", "models"},
@@ -148,6 +148,7 @@ TORCH_FREE = (
     *(f"engine/{name}.py" for name in ("scheduler", "detokenizer", "tokenizer")),
     *(f"engine/{name}.py" for name in ("tokenizer_components", "chat_template")),
     *(f"engine/{name}.py" for name in ("text_worker_main", "text_worker_pool")),
+    *(f"engine/speculation/{name}.py" for name in ("config", "ngram", "speculator", "verify")),
 )
 
 

@@ -2,7 +2,7 @@
 (splits, shared prefixes) made by them.
 """
 
-from . import hardware, prefixes, roofline, splits
+from . import decoding, hardware, prefixes, roofline, splits
 from .sizes import make_problem
 
-__all__ = ["hardware", "make_problem", "prefixes", "roofline", "splits"]
+__all__ = ["decoding", "hardware", "make_problem", "prefixes", "roofline", "splits"]

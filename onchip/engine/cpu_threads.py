@@ -32,7 +32,7 @@ class StepThreads:
 
     def estimate_work(self, step: ScheduledStep) -> int:
         """Multiply-adds of a layer or of the head, whichever is more."""
-        pairs = sum([(stop - start) * stop for _, start, stop, _ in step.chunks])
+        pairs = sum([(stop - start) * stop for _, start, stop, *_ in step.chunks])
         layer = (step.num_tokens + _READ_MACS) * self._layer + pairs * self._pair
         return max(layer, (len(step.rows_to_sample) + _READ_MACS) * self._head)
 

@@ -22,16 +22,23 @@ from itertools import count
 
 import torch
 
+from onchip.cost.decoding import DecodeRoofline
+from onchip.cost.hardware import planned_for
 from onchip.engine.model_runner import InFlightStep, ModelRunner
 from onchip.engine.output_processor import OutputProcessor
 from onchip.engine.preemption_costs import PreemptionCosts
 from onchip.engine.request import Request, RequestOutput, Status
 from onchip.engine.sampling_params import BeamSearchParams, SamplingParams
 from onchip.engine.scheduler import Scheduler
+from onchip.engine.speculation.config import SpeculativeConfig
+from onchip.engine.speculation.draft import DraftModelProposer
+from onchip.engine.speculation.ngram import NgramProposer
+from onchip.engine.speculation.speculator import Speculator
+from onchip.engine.speculation.verify import count_accepted
 from onchip.engine.stats import EngineStats, StatsRecorder
 from onchip.engine.step import Limits, RejectedRequest
 from onchip.engine.tokenizer import Tokenizer
-from onchip.kvcache import HostTier, KVCache
+from onchip.kvcache import HostTier, KVCache, Spec
 from onchip.models import Model
 
 _MOSTLY_PREFILL = 8  # tokens per chunk from which on a step's time is that of prefill
@@ -65,6 +72,8 @@ class Engine:
     "int8" for 8-bit pages, None for the model's dtype. host_pages: pages of host memory for
     preempted requests; 0: they are always recomputed. eos_token_ids: None for those of the
     tokenizer and the model. seed: for requests without one; None: a new one each time.
+    speculative_config: options of speculative decoding. draft_model: its model, if it has one; the
+    draft's cache has as many pages as this one's, in its own dtype.
     """
 
     model: Model
@@ -89,6 +98,8 @@ class Engine:
         prefix_caching: bool = True,
         eos_token_ids: Sequence[int] | None = None,
         seed: int | None = None,
+        speculative_config: SpeculativeConfig | None = None,
+        draft_model: Model | None = None,
         execution: ExecutionConfig = ExecutionConfig(),  # noqa: B008 (immutable)
     ):
         self.model, self.tokenizer, self.limits = model, tokenizer, limits
@@ -103,6 +114,8 @@ class Engine:
         )
         self.tier = HostTier(self.cache, host_pages) if host_pages else None
         self.costs = PreemptionCosts(spec.page_bytes) if host_pages else None
+        self._draft = None if draft_model is None else self._make_draft(draft_model)
+        self._speculator = _make_speculator(model, spec, speculative_config, self._draft)
         self._clock = execution.clock
         self._runner = ModelRunner(model, self.cache, execution.graphs)
         self._overlap = (
@@ -227,7 +240,7 @@ class Engine:
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.abort(request.request_id)
         on_gpu = self.cache.device.type == "cuda"
-        self._in_flight = self._runner = None
+        self._in_flight = self._runner = self._draft = self._speculator = None
         del self.model, self.cache, self.tier, self.scheduler, self._output_processor
         if on_gpu:
             torch.cuda.empty_cache()  # return torch's cached memory to the device
@@ -263,17 +276,40 @@ class Engine:
         self.cache.reset()
         if self.tier is not None:
             self.tier.reset()
+        if self._draft is not None:
+            self._draft.reset()
         before = self.scheduler
         self._reset_scheduler()
         self.scheduler.totals = before.totals
         self.scheduler.num_cached_tokens = before.num_cached_tokens
         self._inconsistent = False
 
+    def _make_draft(self, draft: Model) -> DraftModelProposer:
+        limits, size = self.limits, self.cache.spec.page_size
+        for name in ("vocab_size", "max_seqlen"):
+            own = getattr(draft.config, name)
+            needed = self.model.config.vocab_size if name == "vocab_size" else limits.max_model_len
+            if own < needed or (own > needed and name == "vocab_size"):
+                raise ValueError(f"the draft model has {name}={own}, this one needs {needed}")
+        cache = KVCache(
+            draft.cache_spec(size),
+            self.cache.pool.num_pages,
+            max_seqs=limits.max_num_seqs,
+            max_seqlen=limits.max_model_len,
+            prefix_reuse=self.cache.prefix_reuse,
+        )
+        return DraftModelProposer(draft, cache, limits.max_num_batched_tokens)
+
     def _reset_scheduler(self) -> None:
         """Start with empty queues and no step in flight."""
         self._in_flight: InFlightStep | None = None
         self.scheduler = Scheduler(
-            self.cache, self.limits, tier=self.tier, costs=self.costs, clock=self._clock
+            self.cache,
+            self.limits,
+            tier=self.tier,
+            costs=self.costs,
+            speculator=self._speculator,
+            clock=self._clock,
         )
         self._output_processor = OutputProcessor(self.tokenizer, self.scheduler.stop)
 
@@ -313,17 +349,17 @@ class Engine:
         in_flight.wait()
         waited_s = time.monotonic() - started
         tokens = self._runner.collect(in_flight)
-        self._observe(in_flight, waited_s)
+        self._observe(in_flight, count_accepted(in_flight.step, tokens), waited_s)
         finished = self.scheduler.apply_tokens(in_flight.step, tokens)
         return self._output_processor.process_sampled(
             [sample for _, sample in in_flight.step.rows_to_sample], finished
         )
 
-    def _observe(self, in_flight: InFlightStep, waited_s: float) -> None:
+    def _observe(self, in_flight: InFlightStep, num_generated: int, waited_s: float) -> None:
         """Record a collected step, and the prefill rate if it mostly prefilled."""
-        now, tokens = time.monotonic(), in_flight.step.num_tokens
+        now, tokens = time.monotonic(), in_flight.step.num_tokens - in_flight.step.num_drafts
         seconds, self._collected_at = now - max(self._collected_at, in_flight.launched_at), now
-        self._recorder.count_step(in_flight.step, waited_s)
+        self._recorder.count_step(in_flight.step, num_generated, waited_s)
         if self.costs is not None and tokens >= _MOSTLY_PREFILL * len(in_flight.step.chunks):
             self.costs.observe(tokens, seconds)
 
@@ -334,6 +370,20 @@ class Engine:
         self._output_processor.clear()
         self._in_flight = None
         return EngineError(f"a step failed, and all requests with it: {self._failed}", outputs)
+
+
+def _make_speculator(
+    model: Model, spec: Spec, config: SpeculativeConfig | None, draft: DraftModelProposer | None
+) -> Speculator | None:
+    if (config is not None and config.method == "draft") != (draft is not None):
+        raise ValueError('method="draft" of speculative_config needs draft_model, and only it does')
+    if config is None:
+        return None
+    sizes = model.config
+    weights = sizes.num_layers * model.layer_weights + sizes.vocab_size * sizes.hidden_size
+    hardware, token_bytes = planned_for(model.device), spec.page_bytes / spec.page_size
+    roofline = DecodeRoofline(hardware, model.dtype, weights, token_bytes)
+    return Speculator(config, draft or NgramProposer(config), roofline.free_tokens)
 
 
 def _salt(salt: bytes) -> str:

@@ -108,6 +108,22 @@ class KVManager:
         sequence = sample.sequence
         self._cache.append_tokens(sequence, sample.tokens(len(sequence.tokens), sequence.length))
 
+    def append_drafts(self, sample: Sample, num_drafts: int) -> NoRoom | None:
+        """Reserve slots for drafts. The cache does not get their ids: no other request may share a
+        slot that is overwritten if its draft is rejected.
+        """
+        return self._cache.reserve_all([sample.sequence], [num_drafts])
+
+    def roll_back(self, sample: Sample) -> None:
+        """Drop the slots of rejected drafts, and give the cache the tokens of the others. The last
+        token of the sample has no slot yet.
+        """
+        sequence = sample.sequence
+        if sequence is None or sample.request.host_group is not None:
+            return  # ended, or preempted during the step, which dropped all drafts
+        self._cache.truncate(sequence, min(sequence.length, sample.length - 1))
+        self._append_known(sample)
+
     def append_last(self, samples: Iterable[Sample]) -> None:
         """Give the cache the last token of each sample that already has a slot for it."""
         for sample in samples:
@@ -151,7 +167,8 @@ class KVManager:
     def preempt(self, request: Request) -> None:
         """Swap a request out, or free its pages."""
         for sample in request.resident:  # free the slots of tokens that no step computes
-            self._cache.truncate(sample.sequence, sample.sequence.computed)
+            known = sample.length - sample.pending  # drafts of a step in flight follow
+            self._cache.truncate(sample.sequence, min(sample.sequence.computed, known))
         request.host_group = self._swap_out(request)
         request.status = Status.SWAPPED
         if request.host_group is None:

@@ -17,6 +17,7 @@ from onchip.engine.progress import ProgressBar
 from onchip.engine.ranks import Ranks
 from onchip.engine.request import RequestOutput
 from onchip.engine.sampling_params import BeamSearchParams, SamplingParams
+from onchip.engine.speculation.config import SpeculativeConfig
 from onchip.engine.stats import EngineStats
 from onchip.engine.step import Limits, RejectedRequest
 from onchip.engine.text_worker_pool import TextWorker, TextWorkerPool
@@ -38,6 +39,8 @@ class LLM:
     preempted requests. dtype: "auto" for the checkpoint's own. kv_dtype: "fp8" (e4m3) or "int8" for
     8-bit pages, of which twice as many fit; None for dtype. seed: for requests without one.
     enforce_eager: use no CUDA graphs. num_pages: pages of the cache; None for as many as fit.
+    speculative_config: a dict with the names of `SpeculativeConfig`; outputs do not change, see
+    docs/engine.md.
 
     tensor_parallel_size: torchrun starts this many processes, which all make the same calls. All
     ranks must decide alike, so nothing may depend on time: no swapping, no graphs, and metrics
@@ -65,10 +68,13 @@ class LLM:
         enforce_eager: bool = False,
         device: str | torch.device | None = None,
         num_pages: int | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
     ):
+        speculation = SpeculativeConfig.parse(speculative_config)
         ranks = Ranks(tensor_parallel_size, seed)
         model = resolve(model) if isinstance(model, (str, Path)) else model
         loaded = ranks.load(model, device, dtype)
+        draft = _load_draft(ranks, speculation, device, dtype)
         longest = loaded.config.max_seqlen
         if max_model_len is not None and not 1 < max_model_len <= longest:
             raise ValueError(f"{max_model_len=} must be in [2, {longest}], the model's own")
@@ -77,8 +83,17 @@ class LLM:
         spec = loaded.cache_spec(block_size, kv_dtype)
         if num_pages is None:
             share, paging = gpu_memory_utilization, memory.Paging(block_size, kv_dtype)
+            rows = 1 + (speculation.num_speculative_tokens if speculation else 0)
             num_pages = ranks.take_minimum(
-                memory.device_pages(loaded, limits, paging, share, graphs=graphs)
+                memory.device_pages(
+                    loaded,
+                    limits,
+                    paging,
+                    share,
+                    graphs=graphs,
+                    rows_per_seq=rows,
+                    draft=draft,
+                )
             )
         self.engine = Engine(
             loaded,
@@ -91,6 +106,8 @@ class LLM:
             prefix_caching=enable_prefix_caching,
             eos_token_ids=_eos(model),
             seed=seed,
+            speculative_config=speculation,
+            draft_model=draft,
             execution=ExecutionConfig(graphs=graphs, clock=ranks.clock),
         )
         self._ranks = ranks
@@ -261,6 +278,20 @@ class _PromptBatch:
         self.num_left = len(prompts)
         self.indices: dict[str, int] = {}
         self.outputs: deque[RequestOutput] = deque()
+
+
+def _load_draft(
+    ranks: Ranks,
+    config: SpeculativeConfig | None,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype,
+) -> Model | None:
+    if config is None or config.model is None:
+        return None
+    if not ranks.is_single:
+        raise ValueError('method="draft" of speculative_config needs tensor_parallel_size=1')
+    model = config.model
+    return ranks.load(resolve(model) if isinstance(model, (str, Path)) else model, device, dtype)
 
 
 def _tokenizer(

@@ -35,18 +35,28 @@ class Paging(NamedTuple):
 
 
 def device_pages(
-    model: Model, limits: Limits, paging: Paging, utilization: float, *, graphs: bool = True
+    model: Model,
+    limits: Limits,
+    paging: Paging,
+    utilization: float,
+    *,
+    graphs: bool = True,
+    rows_per_seq: int = 1,
+    draft: Model | None = None,
 ) -> int:
     """Pages for a cache: the part of `utilization` of a GPU's memory that is left, or a quarter of
     the free host memory, but never more than max_num_seqs sequences of max_model_len can fill.
-    graphs: whether steps will be recorded.
+    graphs: whether steps will be recorded. rows_per_seq: rows of logits that a sequence may have in
+    a step; several with drafts. draft: a model whose cache has as many pages.
     """
     spec = model.cache_spec(*paging)
     most = 1 + limits.max_num_seqs * -(-limits.max_model_len // paging.page_size)
     if model.device.type == "cuda":
-        free_bytes = _free_gpu_bytes(model, limits, paging, utilization, graphs)
+        free_bytes = _free_gpu_bytes(model, limits, paging, utilization, graphs, rows_per_seq)
     else:
         free_bytes = int(_HOST_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if draft is not None:
+        free_bytes = _share_with_draft(free_bytes, spec, draft, limits, paging)
     pages = min(most, spec.pages_in(max(0, free_bytes)))
     if pages < 2:
         raise ValueError(
@@ -54,6 +64,16 @@ def device_pages(
             f" {max(0, free_bytes):,} bytes are left"
         )
     return pages
+
+
+def _share_with_draft(
+    free_bytes: int, spec: Spec, draft: Model, limits: Limits, paging: Paging
+) -> int:
+    """The bytes that are left if each page has one of the draft model beside it."""
+    if draft.device.type == "cuda":
+        free_bytes -= _step_bytes(draft, limits, Paging(paging.page_size))
+    draft_bytes = draft.cache_spec(paging.page_size).page_bytes
+    return free_bytes * spec.page_bytes // (spec.page_bytes + draft_bytes)
 
 
 def host_pages(spec: Spec, swap_space: float, num_pages: int) -> int:
@@ -64,11 +84,18 @@ def host_pages(spec: Spec, swap_space: float, num_pages: int) -> int:
 
 
 def _free_gpu_bytes(
-    model: Model, limits: Limits, paging: Paging, utilization: float, graphs: bool
+    model: Model,
+    limits: Limits,
+    paging: Paging,
+    utilization: float,
+    graphs: bool,
+    rows_per_seq: int = 1,
 ) -> int:
     if not 0 < utilization <= 1:
         raise ValueError(f"gpu_memory_utilization={utilization} must be above 0 and at most 1")
-    fixed = _step_bytes(model, limits, paging) + _staging_bytes(model, paging)
+    rows = min(limits.max_num_seqs * rows_per_seq, limits.max_num_batched_tokens)
+    fixed = _step_bytes(model, replace(limits, max_num_seqs=rows), paging)
+    fixed += _staging_bytes(model, paging)
     if graphs:
         fixed += _graph_bytes(model, limits, paging)
     torch.cuda.empty_cache()

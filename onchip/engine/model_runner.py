@@ -25,6 +25,7 @@ from onchip.engine.cuda_graphs import StepGraphs, fill_in_sampled
 from onchip.engine.request import Request, Sample, SampledToken
 from onchip.engine.sampler import SamplerOutput, SamplingMetadataCache, compute_logprobs, sample
 from onchip.engine.sampling_params import SamplingParams
+from onchip.engine.speculation.verify import rows_for_sampler
 from onchip.engine.step import Chunk, ScheduledStep
 from onchip.kvcache import KVCache
 from onchip.models import Decoder, Model, positions_of
@@ -108,6 +109,7 @@ class ModelRunner:
         elif (
             graphs is not None
             and graphs.has_graph_for(step.num_tokens)
+            and len(step.rows_to_sample) <= self._cache.max_seqs  # drafts may have more rows
             and not _needs_prompt_logprobs(step)
         ):
             words = _int32_tensor(_token_ids(step.chunks) + _logit_rows(step))
@@ -117,7 +119,7 @@ class ModelRunner:
         else:
             hidden, prompts = self._forward(step)
         if step.rows_to_sample:
-            sampled = self._sample(hidden, [sample for _, sample in step.rows_to_sample])
+            sampled = self._sample(hidden, step)
         return self._copy_results(InFlightStep(step, sampled, prompts, None, started))
 
     def collect(self, in_flight: InFlightStep) -> list[SampledToken]:
@@ -153,16 +155,22 @@ class ModelRunner:
         ]
         return hidden.index_select(0, at), prompts
 
-    def _sample(self, hidden: Tensor, samples: Sequence[Sample]) -> SamplerOutput:
-        for row, owner in enumerate(samples):
-            owner.row = row
+    def _sample(self, hidden: Tensor, step: ScheduledStep) -> SamplerOutput:
+        samples = rows_for_sampler(step)
         logits = self._model.logits(hidden, wide=False)  # the sampler converts to fp32 as it reads
         metadata = self._metadata_cache.make(samples)
         sampled = sample(logits, metadata)
-        self._last_tokens[: len(samples)].copy_(sampled.token)
+        if not step.num_drafts:  # otherwise the next step is scheduled with known tokens
+            self._keep_last_tokens(samples, sampled.token)
         if metadata.num_top is None:  # only tokens were requested: copy nothing else
             return SamplerOutput(sampled.token, sampled.logprob, _EMPTY, _EMPTY, _EMPTY)
         return sampled
+
+    def _keep_last_tokens(self, samples: Sequence[Sample], tokens: Tensor) -> None:
+        """Keep the sampled tokens on the device, where the next step reads them."""
+        for row, owner in enumerate(samples):
+            owner.row = row
+        self._last_tokens[: len(samples)].copy_(tokens)
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> SamplerOutput:
         """Logprobs of the prompt tokens that this chunk predicts and that are not stored yet."""
@@ -209,11 +217,12 @@ def _is_decode_only(step: ScheduledStep) -> bool:
 def _token_ids(chunks: Sequence[Chunk]) -> list[int]:
     """Token ids of the chunks; the id ~i means the i-th token that the last step sampled."""
     tokens = []
-    for owner, start, stop, _ in chunks:
+    for owner, start, stop, _, drafts in chunks:
         if owner.pending:  # a decode: the last step sampled its only token
             tokens.append(~owner.row)
         else:
             tokens += owner.tokens(start, stop)
+            tokens += drafts
     return tokens
 
 
@@ -223,9 +232,18 @@ def _int32_tensor(values: Sequence[int]) -> Tensor:
 
 
 def _logit_rows(step: ScheduledStep) -> list[int]:
-    """The index of the last token of each sampled row's chunk, among the tokens of the step."""
+    """The index of each sampled row's token among the tokens of the step: the last of its chunk, or
+    in turn the drafts and the token before them.
+    """
     ends = _chunk_ends(step.chunks)
-    return [ends[chunk] - 1 for chunk, _ in step.rows_to_sample]
+    if not step.num_drafts:
+        return [ends[chunk] - 1 for chunk, _ in step.rows_to_sample]
+    return [
+        row
+        for end, chunk in zip(ends, step.chunks, strict=True)
+        for _ in chunk.sampled_by
+        for row in range(end - 1 - len(chunk.drafts), end)
+    ]
 
 
 def _chunk_ends(chunks: Sequence[Chunk]) -> list[int]:

@@ -89,7 +89,7 @@ class OutputProcessor:
 
 
 def _push_new_tokens(sample: Sample, tokenizer: Tokenizer) -> str | None:
-    """Detokenize the new tokens. Return the stop string that they complete."""
+    """Detokenize the new tokens up to the first that completes a stop string, which is returned."""
     request = sample.request
     if sample.detokenizer is None:
         params = request.params
@@ -97,10 +97,14 @@ def _push_new_tokens(sample: Sample, tokenizer: Tokenizer) -> str | None:
             tokenizer, request.prompt_token_ids, params.stop, params.skip_special_tokens
         )
         sample.text = sample.detokenizer.text
-    new = sample.token_ids[sample.detokenizer.num_tokens :]
-    if not new:
-        return None
-    return sample.detokenizer.push(new, len(sample.token_ids) >= request.params.min_tokens)
+    detokenizer = sample.detokenizer
+    for token in sample.token_ids[detokenizer.num_tokens :]:
+        num_tokens = detokenizer.num_tokens + 1
+        stop = detokenizer.push([token], num_tokens >= request.params.min_tokens)
+        if stop is not None:
+            sample.drop_after(num_tokens)  # drafts that were accepted with this token
+            return stop
+    return None
 
 
 def _finish_text(sample: Sample, tokenizer: Tokenizer) -> None:

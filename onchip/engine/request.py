@@ -167,7 +167,9 @@ class Sample:
     it forks from the first sample at the end of the prompt. candidates: next tokens of a beam that
     waits for the other beams. pending: tokens sampled but not known on the host yet; row: position
     of the last one among its step's rows. rng_key: key of its random numbers. detokenizer: builds
-    `text` while tokens arrive; has_full_text: `text` is complete.
+    `text` while tokens arrive; has_full_text: `text` is complete. Speculation: draft_period: steps
+    from one attempt to the next; packed_tokens: bytes in which n-grams are looked up;
+    accepted_logprobs: `cumulative_logprob` after each token of the last verified chunk.
     """
 
     request: "Request"
@@ -185,6 +187,9 @@ class Sample:
     rng_key: int = 0
     detokenizer: Any = None
     has_full_text: bool = False
+    draft_period: int = 1
+    packed_tokens: bytearray = field(default_factory=bytearray)
+    accepted_logprobs: list[float] = field(default_factory=list)
 
     @property
     def status(self) -> Status:
@@ -234,6 +239,26 @@ class Sample:
             end, reason = request.find_end(self)
             if end is not None:
                 self.finish(end, reason)
+
+    def append_accepted(self, sampled: Sequence[SampledToken]) -> int:
+        """Append the tokens of a verified chunk until the sample ends. Return their number."""
+        before = len(self.token_ids)
+        self.accepted_logprobs.clear()
+        for token in sampled:
+            self.append(token)
+            if self.end is not Status.FINISHED_ERROR:
+                self.accepted_logprobs.append(self.cumulative_logprob)
+            if self.end is not None:
+                break
+        return len(self.token_ids) - before
+
+    def drop_after(self, num_tokens: int) -> None:
+        """Drop the tokens after the first num_tokens, which must be of the last verified chunk: a
+        stop string ended before them.
+        """
+        if dropped := len(self.token_ids) - num_tokens:
+            self.cumulative_logprob = self.accepted_logprobs[-1 - dropped]
+            del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
 
     def finish(self, end: Status, stop_reason: int | str | None = None) -> None:
         """Mark the sample as ended. Tokens still pending are dropped."""
@@ -332,6 +357,11 @@ class Request:
     def is_ranked_at_end(self) -> bool:
         """The returned samples are chosen when the request ends (beam search, best_of)."""
         return bool(self.beams) or len(self.samples) > self.params.n
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Its drafts can be verified: not those of a beam search, which samples nothing."""
+        return not self.beams
 
     @property
     def max_seqs(self) -> int:

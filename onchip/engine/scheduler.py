@@ -25,8 +25,11 @@ estimated to be cheaper, and it keeps its position in the queue.
 
 Steps overlap. `mark_launched` counts a step's tokens, though their values are not known yet, and
 the next step may be scheduled. `apply_tokens` supplies the values once the device has them. A
-sample that ends there has been computed once in vain, and that token is dropped. Beam search and
-penalties need the values: while such a request samples, steps do not overlap.
+sample that ends there has been computed once in vain, and that token is dropped. Beam search,
+penalties and drafts need the values: while such a request samples, steps do not overlap.
+
+Drafts (speculation/) come last. They take the budget and the pages that are left, and preempt
+nothing.
 
 Progress: while there are requests and no step is in flight, every step computes at least one token.
 Each request fits into the pool alone (checked in `add`), the first running request is never
@@ -46,6 +49,8 @@ from onchip.engine.kv_manager import KVManager, PagedCache, ScheduledTokens, Swa
 from onchip.engine.preemption_costs import PreemptionCosts
 from onchip.engine.request import Request, RequestMetrics, Sample, SampledToken, Status
 from onchip.engine.request_queue import RequestQueue
+from onchip.engine.speculation.speculator import SpeculationStats, Speculator
+from onchip.engine.speculation.verify import split_rows
 from onchip.engine.step import Chunk, Limits, RejectedRequest, ScheduledStep
 from onchip.kvcache.pool import NoRoom
 
@@ -64,18 +69,24 @@ class _Plan:
         self.chunks |= chunks
         self.budget -= sum([c.stop - c.start for listed in chunks.values() for c in listed])
 
+    def add_drafts(self, chunk: Chunk, drafts: tuple[int, ...]) -> None:
+        """Append drafts to a chunk of this plan."""
+        listed = self.chunks[chunk.sample.request]
+        at = listed.index(chunk)
+        listed[at] = chunk._replace(stop=chunk.stop + len(drafts), drafts=drafts)
+        self.budget -= len(drafts)
+
     def drop(self, request: Request) -> None:
         self.budget += sum(chunk.num_tokens for chunk in self.chunks.pop(request, ()))
 
-    def step(self, events: dict[str, list[Request]]) -> ScheduledStep:
-        chunks = tuple([chunk for listed in self.chunks.values() for chunk in listed])
-        return ScheduledStep(chunks, **{name: tuple(listed) for name, listed in events.items()})
+    def list_chunks(self) -> tuple[Chunk, ...]:
+        return tuple([chunk for listed in self.chunks.values() for chunk in listed])
 
 
 class Scheduler:
     """Call `add`, then `schedule` and `update` in turns; or, to overlap steps, `schedule`,
     `mark_launched` and later `apply_tokens`. The scheduler owns cache and tier. Without tier and
-    costs, preempted requests are always recomputed.
+    costs, preempted requests are always recomputed. speculator: adds drafts to steps.
     """
 
     limits: Limits
@@ -90,6 +101,7 @@ class Scheduler:
         *,
         tier: SwapTier | None = None,
         costs: PreemptionCosts | None = None,
+        speculator: Speculator | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         if limits.max_num_seqs > cache.max_seqs:
@@ -98,7 +110,7 @@ class Scheduler:
             )
         if (tier is None) != (costs is None):
             raise ValueError("a tier needs costs to choose by, and costs need a tier")
-        self.limits, self.clock = limits, clock
+        self.limits, self.clock, self._speculator = limits, clock, speculator
         self._pool, self._max_seqlen = cache.pool, cache.max_seqlen
         self._kv = KVManager(cache, tier, costs)
         self.totals = Counter[str]()  # events of all steps, by name
@@ -130,6 +142,11 @@ class Scheduler:
         """The oldest step in flight must be collected before the next step can be scheduled."""
         in_flight = self._in_flight
         return len(in_flight) > 1 or (bool(in_flight) and in_flight[0].needs_tokens)
+
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        """Drafts so far; None without a speculator."""
+        return None if self._speculator is None else self._speculator.stats()
 
     def find(self, request_id: str) -> Request | None:
         """The unfinished request with this id."""
@@ -213,7 +230,8 @@ class Scheduler:
         if not plan.chunks and self._requests and not self._in_flight:
             self._kv.synchronize()  # all requests wait for pages of swap-outs under way
             plan = self._build_plan()
-        self._step = plan.step(self._events)
+        self._schedule_drafts(plan)
+        self._step = self._make_step(plan)
         self._events.clear()
         return self._step
 
@@ -238,27 +256,30 @@ class Scheduler:
         for chunk in step.chunks:
             if chunk.sample.request.single_sample is None:
                 self._fork(chunk)
-        for _, sample in step.rows_to_sample:
+        for sample in [sample for chunk in step.chunks for sample in chunk.sampled_by]:
             request = sample.request
             if sample.end is None and request.status is Status.RUNNING and not request.beams:
                 sample.pending += 1
 
     def apply_tokens(self, step: ScheduledStep, sampled: Iterable[SampledToken]) -> list[Request]:
         """Apply the sampled tokens of the oldest step in flight, one for each of its
-        `rows_to_sample`. Return the requests that finished.
+        `rows_to_sample`. Drafts are accepted or rejected here. Return the requests that finished.
         """
         if not self._in_flight or step is not self._in_flight[0]:
             raise ValueError("apply_tokens takes the oldest step that is under way, once")
         sampled = _check_count(sampled, step.rows_to_sample)
         self._in_flight.popleft()
         touched: dict[Request, None] = {}
-        for (_, sample), token in zip(step.rows_to_sample, sampled, strict=True):
+        for chunk, sample, tokens in split_rows(step, sampled):
             if sample.pending:
-                sample.append(token)
+                if chunk.drafts:
+                    self._append_verified(chunk, tokens)
+                else:
+                    sample.append(tokens[0])
                 if sample.end is not None:
                     touched[sample.request] = None
             elif sample.request.beams and sample.status is Status.RUNNING:
-                self._take_candidates(sample, token)
+                self._take_candidates(sample, tokens[0])
                 touched[sample.request] = None
         self._finish_rows(step)
         for request in touched:
@@ -285,6 +306,11 @@ class Scheduler:
         )
         _check_invariant(
             self._num_running_seqs() <= self.limits.max_num_seqs, "more sequences than max_num_seqs"
+        )
+        _check_invariant(
+            bool(self._step or self._in_flight)
+            or all(s.sequence.length <= s.length for r in running for s in r.resident),
+            "a rejected draft has a slot",
         )
         tokens = sum(len(r.prompt_token_ids) for r in waiting)
         _check_invariant(tokens == self._queued_tokens, "the count of queued tokens")
@@ -347,6 +373,21 @@ class Scheduler:
                 self._schedule_request(request, plan)
         self._admit_waiting(plan)
         return plan
+
+    def _schedule_drafts(self, plan: _Plan) -> None:
+        """Append drafts to decodes, as many as fit."""
+        if self._speculator is None:
+            return
+        for chunk, drafts in self._speculator.propose(plan.list_chunks(), plan.budget):
+            if self._kv.append_drafts(chunk.sample, len(drafts)) is not None:
+                return
+            plan.add_drafts(chunk, drafts)
+
+    def _make_step(self, plan: _Plan) -> ScheduledStep:
+        chunks, speculator = plan.list_chunks(), self._speculator
+        events = {name: tuple(listed) for name, listed in self._events.items()}
+        speculates = speculator is not None and speculator.needs_tokens(chunks)
+        return ScheduledStep(chunks, speculates=speculates, **events)
 
     def _schedule_decodes(self, plan: _Plan) -> None:
         """Schedule one token for each sample that lacks exactly one, with one call to the cache if
@@ -481,6 +522,14 @@ class Scheduler:
             if request.metrics.first_token_s is None and (sample.token_ids or sample.candidates):
                 request.metrics = replace(request.metrics, first_token_s=self.clock())
         self._kv.append_last([sample for _, sample in step.rows_to_sample])
+
+    def _append_verified(self, chunk: Chunk, tokens: Sequence[SampledToken]) -> None:
+        """Append the tokens of a chunk with drafts, and drop its rejected drafts."""
+        sample = chunk.sample
+        num_accepted = max(0, sample.append_accepted(tokens) - 1)
+        self._kv.roll_back(sample)
+        if self._speculator is not None:
+            self._speculator.observe(sample, len(chunk.drafts), num_accepted)
 
     def _take_candidates(self, beam: Sample, sampled: SampledToken) -> None:
         if sampled.top and math.isfinite(sampled.logprob):

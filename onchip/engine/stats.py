@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from onchip.engine.request import Request
 from onchip.engine.scheduler import Scheduler
+from onchip.engine.speculation.speculator import SpeculationStats
 from onchip.engine.step import ScheduledStep
 from onchip.kvcache import Pool
 
@@ -18,7 +19,7 @@ class EngineStats:
     pages by running request. The last two visit all requests and are up to 0.2 s old while there is
     work. tokens_*: since the start; prefilled tokens are those without a sampled row, counted each
     time they are computed. waited_s: total time spent waiting for the device. last_step_s: its
-    duration; last_step_at: its end, by time.monotonic().
+    duration; last_step_at: its end, by time.monotonic(). speculation: None without drafts.
     """
 
     running: int = 0
@@ -38,6 +39,7 @@ class EngineStats:
     waited_s: float = 0.0
     last_step_s: float = 0.0
     last_step_at: float = 0.0
+    speculation: SpeculationStats | None = None
 
 
 class StatsRecorder:
@@ -50,13 +52,13 @@ class StatsRecorder:
         free = pool.num_free
         self.latest = EngineStats(pages_total=pool.capacity, page_bytes=page_bytes, pages_free=free)
 
-    def count_step(self, step: ScheduledStep, waited_s: float) -> None:
-        """Count a collected step and the time spent waiting for it."""
+    def count_step(self, step: ScheduledStep, num_generated: int, waited_s: float) -> None:
+        """Count a collected step, its new tokens and the time spent waiting for it."""
         old, num_sampled = self.latest, sum([bool(chunk.sampled_by) for chunk in step.chunks])
         self.latest = replace(
             old,
-            tokens_generated=old.tokens_generated + len(step.rows_to_sample),
-            tokens_prefilled=old.tokens_prefilled + step.num_tokens - num_sampled,
+            tokens_generated=old.tokens_generated + num_generated,
+            tokens_prefilled=old.tokens_prefilled + step.num_tokens - step.num_drafts - num_sampled,
             steps=old.steps + 1,
             waited_s=old.waited_s + waited_s,
         )
@@ -75,6 +77,7 @@ class StatsRecorder:
             preempted_by_recompute=scheduler.totals["recomputed"],
             last_step_s=now - started_at,
             last_step_at=now,
+            speculation=scheduler.speculation,
         )
         if now - self._refreshed_at > _REFRESH_S or not scheduler.has_work:
             self._refreshed_at = now

@@ -45,13 +45,16 @@ class RejectedRequest:
 class Chunk(NamedTuple):
     """One sample computes tokens start to stop - 1 of its sequence. Every sample in `sampled_by`
     samples its next token from the logits of the chunk's last token: several do after the prompt of
-    a request with n > 1, none before the chunk reaches the end of the known tokens.
+    a request with n > 1, none before the chunk reaches the end of the known tokens. drafts: the
+    last tokens of the chunk, guessed (speculation/). The sample then samples a token at each of
+    them, too, and at the token before them.
     """
 
     sample: Sample
     start: int
     stop: int
     sampled_by: tuple[Sample, ...]
+    drafts: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -63,7 +66,8 @@ class ScheduledStep:
     """The work of one step. Its tokens have their slots; `cache.view(step.sequences)` is the batch.
 
     swapped_out, swapped_in, recomputed: requests that were swapped, or lost their pages, since the
-    last step. ended: requests that expired or failed since the last step.
+    last step. ended: requests that expired or failed since the last step. speculates: a sample has
+    drafts, or may have some in the next step.
     """
 
     chunks: tuple[Chunk, ...]
@@ -71,6 +75,7 @@ class ScheduledStep:
     swapped_in: tuple[Request, ...] = ()
     recomputed: tuple[Request, ...] = ()
     ended: tuple[Request, ...] = ()
+    speculates: bool = False
 
     @property
     def sequences(self) -> list[Any]:
@@ -81,13 +86,21 @@ class ScheduledStep:
         return sum([chunk.stop - chunk.start for chunk in self.chunks])
 
     @cached_property
+    def num_drafts(self) -> int:
+        return sum([len(chunk.drafts) for chunk in self.chunks if chunk.drafts])
+
+    @cached_property
     def needs_tokens(self) -> bool:
         """A sample of this step needs its sampled token before its next step can be scheduled."""
-        return any([sample.request.needs_tokens for _, sample in self.rows_to_sample])
+        needed = any([sample.request.needs_tokens for _, sample in self.rows_to_sample])
+        return needed or self.speculates
 
     @cached_property
     def rows_to_sample(self) -> list[tuple[int, Sample]]:
         """(index of the chunk, sample) for each row of logits, in the order that `apply_tokens`
-        takes.
+        takes. A sample has as many rows as drafts, and one more.
         """
-        return [(i, sample) for i, chunk in enumerate(self.chunks) for sample in chunk.sampled_by]
+        if not self.num_drafts:
+            return [(i, s) for i, chunk in enumerate(self.chunks) for s in chunk.sampled_by]
+        rows = [chunk.sampled_by * (1 + len(chunk.drafts)) for chunk in self.chunks]
+        return [(i, sample) for i, samples in enumerate(rows) for sample in samples]

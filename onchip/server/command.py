@@ -1,5 +1,6 @@
 """`onchip serve`: from options to a running server."""
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 from onchip.core.hub_cache import is_model_id
 from onchip.engine.engine import Engine
 from onchip.engine.llm import LLM
+from onchip.engine.speculation.config import SpeculativeConfig
+from onchip.engine.stats import EngineStats
 from onchip.engine.step import Limits
 from onchip.models import about, builtin
 
@@ -30,9 +33,10 @@ def serve(args: SimpleNamespace) -> int:
     address = Address(args.host, args.port)
     keys = _keyring(args, address)
     options = _options(args, address, keys)
+    speculation = _speculative_config(args.speculative_config)
     sock = address.bind()
     raise_file_limit()
-    engine = _model(args).engine
+    engine = _model(args, speculation).engine
     LOG.info("%s", describe(engine, options.model))
     server = Server(engine, options, keys)
     announce = lambda: _announce(server, url_of(sock), args.model)
@@ -41,7 +45,7 @@ def serve(args: SimpleNamespace) -> int:
     if server.service.death_cause:
         return 1
     if process.was_interrupted:
-        raise KeyboardInterrupt(f"{engine.stats().tokens_generated} tokens were generated")
+        raise KeyboardInterrupt(_summarise(engine.stats()))
     return 0
 
 
@@ -58,7 +62,17 @@ def _keyring(args: SimpleNamespace, address: Address) -> Keyring:
     return keyring
 
 
-def _model(args: SimpleNamespace) -> LLM:
+def _speculative_config(text: str | None) -> SpeculativeConfig | None:
+    """From JSON, as for vLLM's server."""
+    if text is None:
+        return None
+    try:
+        return SpeculativeConfig.parse(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--speculative-config {text!r:.60} is not JSON: {error}") from None
+
+
+def _model(args: SimpleNamespace, speculation: SpeculativeConfig | None) -> LLM:
     tiny = args.model == builtin.NAME
     if tiny:
         torch.set_num_threads(1)  # its matrices are too small for several threads
@@ -75,6 +89,7 @@ def _model(args: SimpleNamespace) -> LLM:
         max_num_seqs=args.max_num_seqs,
         gpu_memory_utilization=args.gpu_memory_utilization,
         enable_prefix_caching=not args.no_prefix_caching,
+        speculative_config=speculation,
     )
 
 
@@ -114,6 +129,11 @@ def describe(engine: Engine, name: str) -> str:
     if model.device.type == "cuda":
         words.append(f"device_mib={torch.cuda.memory_reserved(model.device) / 2**20:.0f}")
     return " ".join(words)
+
+
+def _summarise(stats: EngineStats) -> str:
+    drafts = f" ({stats.speculation})" if stats.speculation else ""
+    return f"{stats.tokens_generated} tokens were generated{drafts}"
 
 
 def _word(dtype: torch.dtype) -> str:

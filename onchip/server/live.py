@@ -110,7 +110,20 @@ def _counts(stats: Any) -> dict[str, Any]:
         },
         "preempted": stats.preempted_by_swap + stats.preempted_by_recompute,
         "steps": stats.steps,
+        "speculation": _speculation(stats),
         "last_step_s": round(stats.last_step_s, 6),
+    }
+
+
+def _speculation(stats: Any) -> dict[str, Any] | None:
+    if not (drafts := stats.speculation) or not drafts.num_drafts:
+        return None
+    return {
+        "drafts": drafts.num_drafts,
+        "draft_tokens": drafts.num_draft_tokens,
+        "accepted_tokens": drafts.num_accepted_tokens,
+        "accepted_per_position": drafts.num_accepted_tokens_per_pos,
+        "mean_acceptance_length": round(drafts.mean_acceptance_length, 3),
     }
 
 

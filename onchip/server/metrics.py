@@ -3,6 +3,8 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from onchip.engine.request import RequestOutput
+from onchip.engine.speculation.speculator import SpeculationStats
+from onchip.engine.stats import EngineStats
 
 from .service import Service, ServiceState
 
@@ -30,7 +32,18 @@ _COUNTERS = {
         lambda s: s.preempted_by_recompute,
     ),
     "steps": ("Steps computed", lambda s: s.steps),
+    "spec_decode_num_drafts": ("Chunks with drafts", lambda s: _drafts(s).num_drafts),
+    "spec_decode_num_draft_tokens": ("Drafts", lambda s: _drafts(s).num_draft_tokens),
+    "spec_decode_num_accepted_tokens": (
+        "Drafts that were accepted",
+        lambda s: _drafts(s).num_accepted_tokens,
+    ),
 }
+_NO_DRAFTS = SpeculationStats()
+
+
+def _drafts(stats: EngineStats) -> SpeculationStats:
+    return stats.speculation or _NO_DRAFTS
 
 
 class Metrics:
@@ -45,6 +58,12 @@ class Metrics:
             name: self._counter(name, description) for name, (description, _) in _COUNTERS.items()
         }
         self._before: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
+        self._accepted = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were accepted, by their position in the chunk",
+            "position",
+        )
+        self._accepted_before: tuple[int, ...] = ()
         self._state = self._gauge("state", "1 for the current state of the server", "state")
         self._open = self._gauge("requests_open", "Requests with a waiting client")
         self._step_age = self._gauge("step_age_seconds", "Age of the current step, 0 between steps")
@@ -92,6 +111,7 @@ class Metrics:
             self._gauges[name].set(read(stats))
         for name, (_, read) in _COUNTERS.items():
             self._advance(name, read(stats))
+        self._advance_positions(_drafts(stats).num_accepted_tokens_per_pos)
         for state in ServiceState:
             self._state.labels(state.value).set(state is service.state)
         self._open.set(service.num_open)
@@ -101,6 +121,12 @@ class Metrics:
     def _advance(self, name: str, total: float) -> None:
         self._counters[name].inc(max(0.0, total - self._before[name]))
         self._before[name] = total
+
+    def _advance_positions(self, totals: tuple[int, ...]) -> None:
+        before = self._accepted_before or (0,) * len(totals)
+        for position, (old, new) in enumerate(zip(before, totals, strict=True)):
+            self._accepted.labels(str(position)).inc(max(0, new - old))
+        self._accepted_before = totals
 
     def _gauge(self, name: str, description: str, *labels: str) -> Gauge:
         return Gauge(f"onchip_{name}", description, labels, registry=self._registry)

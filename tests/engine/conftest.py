@@ -106,6 +106,7 @@ class HashEngine:
         late=False,
         ahead=False,
         device="cpu",
+        speculator=None,
         **limits,
     ):
         spec = Spec(1, 1, 1, 1, page_size, torch.float32, device)
@@ -123,7 +124,12 @@ class HashEngine:
         costs = PreemptionCosts(spec.page_bytes, link_bytes_per_s) if host_pages else None
         self.now = 0.0
         self.scheduler = Scheduler(
-            self.cache, limits, tier=self.tier, costs=costs, clock=lambda: self.now
+            self.cache,
+            limits,
+            tier=self.tier,
+            costs=costs,
+            speculator=speculator,
+            clock=lambda: self.now,
         )
         self.ahead, self.in_flight = ahead, None
         self.steps = 0
@@ -149,7 +155,7 @@ class HashEngine:
             at = table[row, places // size].long() * size + places % size
             numbers = pages[at.to(pages.device)].tolist()
             request = chunk.sample.request
-            tokens = chunk.sample.tokens(chunk.start, chunk.stop)
+            tokens = [*chunk.sample.tokens(chunk.start, chunk.stop), *chunk.drafts]
             if chunk.sample.pending:
                 draws = [sample for _, sample in self.in_flight[0].rows_to_sample]
                 tokens.append(self.in_flight[1][draws.index(chunk.sample)].token)
@@ -158,7 +164,8 @@ class HashEngine:
             new, slots = slots[: chunk.num_tokens], slots[chunk.num_tokens :]
             assert new == at[chunk.start :].tolist()
             pages[at.to(pages.device)] = torch.tensor(numbers, device=pages.device)
-            rows += [(numbers, s) for s in chunk.sampled_by]
+            ends = range(chunk.stop - len(chunk.drafts), chunk.stop + 1)
+            rows += [(numbers[:end], s) for s in chunk.sampled_by for end in ends]
         return self.sample_rows(rows)
 
     def sample_rows(self, rows):

@@ -1,5 +1,6 @@
 """Random sequences of events: however requests are batched, chunked, preempted, swapped, forked or
-cancelled, each gives the outputs it gives alone, every step computes something, and no page leaks.
+cancelled, with and without drafts, each gives the outputs it gives alone, every step computes
+something, and no page leaks.
 """
 
 import random
@@ -7,6 +8,8 @@ import random
 import pytest
 
 from onchip.engine import BeamSearchParams, RejectedRequest, Request, SamplingParams, Status
+from onchip.engine.speculation.config import SpeculativeConfig
+from onchip.engine.speculation.speculator import Speculator
 
 PREFIXES = [[1] * 9, [1] * 9 + [2] * 8, list(range(3, 20))]
 
@@ -21,11 +24,33 @@ class Coin:
         return self.draw.random() < 0.6
 
 
+class Guesses:
+    """Drafts that are right with a given probability, each independently."""
+
+    def __init__(self, draw, alone, share):
+        self.draw, self.alone, self.share = draw, alone, share
+        self.expected = {}
+
+    def propose(self, wanted):
+        return [self.guess(*one) for one in wanted]
+
+    def guess(self, sample, limit):
+        draw, name = self.draw, sample.request.request_id
+        if name not in self.expected:
+            self.expected[name] = self.alone(sample.request)
+        tokens, known = self.expected[name][sample.index][0], len(sample.token_ids)
+        right = [*tokens[known : known + limit], *[0] * limit][: draw.randrange(limit + 1)]
+        return [t if draw.random() < self.share else draw.randrange(13) for t in right]
+
+
 class Blast:
     """An engine, and all events that can happen to it."""
 
-    def __init__(self, engine, alone, seed, **options):
+    def __init__(self, engine, alone, seed, drafts=None, **options):
         self.random = random.Random(seed)
+        if drafts:
+            guesses = Guesses(self.random, alone, drafts)
+            options["speculator"] = Speculator(SpeculativeConfig(5), guesses)
         self.engine = engine(**options)
         self.scheduler = self.engine.scheduler
         if self.engine.tier and "link_bytes_per_s" not in options:
@@ -145,6 +170,13 @@ SHAPES = {
         num_pages=40, page_size=2, max_num_seqs=8, budget=9, host_pages=90, late=True, ahead=True
     ),
     "ahead_no_host": dict(num_pages=16, page_size=4, max_num_seqs=6, budget=40, ahead=True),
+    "drafts": dict(num_pages=24, page_size=4, max_num_seqs=5, budget=11, host_pages=12, drafts=0.8),
+    "drafts_ahead": dict(
+        num_pages=24, page_size=4, max_num_seqs=8, budget=30, ahead=True, drafts=0.5
+    ),
+    "drafts_late": dict(
+        num_pages=60, page_size=1, max_num_seqs=4, budget=25, host_pages=60, late=True, drafts=0.7
+    ),
     "slow_link": dict(
         num_pages=20, page_size=8, max_num_seqs=7, budget=13, host_pages=9, link_bytes_per_s=9e5
     ),
@@ -157,6 +189,9 @@ def run(engine, alone, options, seed, steps):
         blast.step()
     blast.engine.drain()
     blast.judge()
+    if drafts := blast.scheduler.speculation:
+        blast.seen["accepted"] = drafts.num_accepted_tokens
+        blast.seen["rejected"] = drafts.num_draft_tokens - drafts.num_accepted_tokens
     return blast.seen
 
 
@@ -166,6 +201,7 @@ def test_any_sequence_of_events_gives_the_outputs_of_a_request_alone(engine, alo
     expected = {"recomputed", "beams", "forks", "refused", "ended"}
     expected |= {"hit"} if shape != "no_prefixes" else set()
     expected |= {"swapped", "returned"} if "host_pages" in SHAPES[shape] else set()
+    expected |= {"accepted", "rejected"} if "drafts" in SHAPES[shape] else set()
     assert all(cases[what] for what in expected), cases
 
 

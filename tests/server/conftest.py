@@ -161,6 +161,7 @@ class FakeEngine:
             waited_s=0.0,
             last_step_s=self.step_s,
             last_step_at=self.last_step_at,
+            speculation=None,
         )
 
     def close(self):

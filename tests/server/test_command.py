@@ -53,6 +53,16 @@ def test_max_queue_is_bounded_by_the_engine(count):
         command._options(args, Address(), Keyring())
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is not JSON"), ("[4]", "must be a dict"), ("{}", "needs num_speculative_tokens")],
+)
+def test_invalid_speculative_configs_are_refused_before_the_model_loads(text, message):
+    args = parse(["serve", "--port", "0", "--model", "no-such-model", "--speculative-config", text])
+    with pytest.raises(ValueError, match=message):
+        command.serve(args)
+
+
 def test_nothing_else_of_the_engine_needs_the_server():
     """Offline engines and GPU code work without FastAPI."""
     for path in Path(engine.__file__).parent.glob("*.py"):

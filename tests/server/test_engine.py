@@ -71,6 +71,23 @@ def joined(answer):
     return [texts[i] for i in sorted(texts)], [reasons[i] for i in sorted(reasons)]
 
 
+def test_drafts_change_no_output_and_are_counted(serving, ask, offline):
+    config = {"num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+    llm = LLM("tiny", num_pages=300, max_num_seqs=16, swap_space=0, speculative_config=config)
+    options = {"temperature": 0, "max_tokens": 40, "stop": ["'", "9", "q"]}
+    with serving(llm.engine) as (url, _):
+        texts, reasons = joined(ask(url, PATH, {"prompt": PROMPTS, "stream": True} | options)[1])
+        metrics, stats = ask(url, "/metrics")[1], ask(url, "/stats")[1]["speculation"]
+    outputs = [one for request in offline(**options) for one in request.outputs]
+    assert texts == [one.text for one in outputs]
+    assert reasons == [one.finish_reason for one in outputs]
+    accepted = stats["accepted_tokens"]
+    assert 0 < accepted < stats["draft_tokens"] <= 3 * stats["drafts"]
+    assert sum(stats["accepted_per_position"]) == accepted
+    assert f"onchip_spec_decode_num_accepted_tokens_total {accepted:.1f}" in metrics
+    assert 'onchip_spec_decode_num_accepted_tokens_per_pos_total{position="2"}' in metrics
+
+
 def test_a_scored_prompt_has_the_logprobs_of_its_tokens(url, ask, offline):
     body = {"prompt": PROMPTS[0], "max_tokens": 0, "echo": True, "logprobs": 2}
     choice = ask(url, PATH, body)[1]["choices"][0]

@@ -90,6 +90,12 @@ def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
 @_limit("--swap-gib", 4.0, "GIB", "Host memory for preempted requests.")
 @_limit("--gpu-memory-utilization", 0.9, "SHARE", "Share of the GPU's memory, with weights.")
 @click.option("--no-prefix-caching", is_flag=True, help="Share no prefixes between requests.")
+@click.option(
+    "--speculative-config",
+    metavar="JSON",
+    show_default="no drafts",
+    help="Options of speculative decoding, by vLLM's names.",
+)
 @_limit("--max-queue", 4096, "N", "Number of requests that wait; more get status 429.")
 @_limit("--max-request-s", 600.0, "S", "Time that a request may take.")
 @_limit("--max-body-mib", 4.0, "MIB", "Size of the body of a request.")
