@@ -131,6 +131,7 @@ ONLY_UNDER = {
         *("core/dtensor.py", "parallel", "integrations/flash_attn/collectives.py"),
     ),
     "transformers": ("models/interface.py", "integrations"),
+    "llguidance": ("engine/structure/automaton.py",),
     "click": ("cli",),
     "rich": ("cli", "engine/progress.py"),
     "matplotlib": ("cli", "masks/show.py"),
@@ -149,6 +150,7 @@ TORCH_FREE = (
     *(f"engine/{name}.py" for name in ("tokenizer_components", "chat_template")),
     *(f"engine/{name}.py" for name in ("text_worker_main", "text_worker_pool")),
     *(f"engine/speculation/{name}.py" for name in ("config", "ngram", "speculator", "verify")),
+    *(f"engine/structure/{name}.py" for name in ("grammar", "regex_size", "automaton", "compiler")),
 )
 
 

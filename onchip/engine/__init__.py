@@ -16,6 +16,7 @@ from .sampling_params import BeamSearchParams, SamplingParams
 from .scheduler import Scheduler
 from .stats import EngineStats
 from .step import Chunk, Limits, RejectedRequest, ScheduledStep
+from .structure.grammar import StructuredOutputsParams
 from .tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 __all__ = [
@@ -41,5 +42,6 @@ __all__ = [
     "EngineStats",
     "Status",
     "ScheduledStep",
+    "StructuredOutputsParams",
     "Tokenizer",
 ]

@@ -37,10 +37,12 @@ from onchip.engine.speculation.speculator import Speculator
 from onchip.engine.speculation.verify import count_accepted
 from onchip.engine.stats import EngineStats, StatsRecorder
 from onchip.engine.step import Limits, RejectedRequest
+from onchip.engine.structure.compiler import GrammarCompiler, PendingGrammar, wait_for_any
 from onchip.engine.tokenizer import Tokenizer
 from onchip.kvcache import HostTier, KVCache, Spec
 from onchip.models import Model
 
+_GRAMMAR_WAIT_S = 0.01  # while no request is ready: commands of a server are not delayed longer
 _MOSTLY_PREFILL = 8  # tokens per chunk from which on a step's time is that of prefill
 
 
@@ -57,12 +59,14 @@ class EngineError(RuntimeError):
 @dataclass(frozen=True)
 class ExecutionConfig:
     """overlap: schedule a step while the one before runs; None: only on a GPU. graphs: replay steps
-    from CUDA graphs. clock: time of arrivals and deadlines.
+    from CUDA graphs. clock: time of arrivals and deadlines. wait_for_grammars: `add` waits for a
+    request's grammar, so that no decision depends on time.
     """
 
     overlap: bool | None = None
     graphs: bool = True
     clock: Callable[[], float] = time.monotonic
+    wait_for_grammars: bool = False
 
 
 class Engine:
@@ -117,6 +121,8 @@ class Engine:
         self._draft = None if draft_model is None else self._make_draft(draft_model)
         self._speculator = _make_speculator(model, spec, speculative_config, self._draft)
         self._clock = execution.clock
+        self._wait_for_grammars = execution.wait_for_grammars
+        self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size, self.eos_token_ids)
         self._runner = ModelRunner(model, self.cache, execution.graphs)
         self._overlap = (
             self.cache.device.type == "cuda" if execution.overlap is None else execution.overlap
@@ -173,12 +179,21 @@ class Engine:
             rng_seed=self._seed + self._num_accepted,
         )
         self._prepare(request, prompt if isinstance(prompt, str) else None)
+        request.grammar = self.compile_grammar(request.params)
+        if request.grammar is not None and self._wait_for_grammars and request.grammar.error:
+            raise ValueError(request.grammar.error)
         with self._changing_state():
             refused = self.scheduler.add(request)
             if refused is None:
                 self._num_accepted += 1  # rejected requests do not count: seeds stay reproducible
                 self._output_processor.add_request(request, stream)
         return refused or request
+
+    def compile_grammar(self, params: SamplingParams) -> PendingGrammar | None:
+        """Start to compile the grammar of these parameters in another thread; None if they have
+        none. Any thread may call this. ValueError: the engine serves no grammars.
+        """
+        return None if params.grammar is None else self._grammars.compile(params.grammar)
 
     def encode(self, prompt: str) -> list[int]:
         if self.tokenizer is None:
@@ -189,6 +204,10 @@ class Engine:
         """Record graphs and compile kernels, so that the first requests do not wait for them."""
         self._check_open()
         self._runner.warm_up(self.limits.max_num_batched_tokens)
+
+    def warm_up_grammars(self) -> None:
+        """Prepare for structured output in another thread, if its package is installed."""
+        self._grammars.warm_up()
 
     def graph_bytes(self) -> int:
         """Estimate the GPU memory that `warm_up` would take from a few recordings; 0 on the CPU."""
@@ -237,6 +256,7 @@ class Engine:
         if self._runner is None:
             return
         self._recover()
+        self._grammars.close()
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.abort(request.request_id)
         on_gpu = self.cache.device.type == "cuda"
@@ -339,10 +359,20 @@ class Engine:
         self._in_flight = in_flight
         if in_flight is None:
             self.scheduler.apply_tokens(step, ())
+            self._wait_for_grammar()
         elif not self._overlap or self.scheduler.must_collect:
             self._in_flight = None
             outputs += self._collect(in_flight)
         return outputs
+
+    def _wait_for_grammar(self) -> None:
+        """If all requests wait for grammars, wait a moment for one instead of running empty
+        steps.
+        """
+        waiting = [r.grammar for r in self.scheduler.waiting if r.grammar is not None]
+        compiling = [grammar for grammar in waiting if not grammar.is_ready]
+        if compiling and len(compiling) == len(self.scheduler.waiting):
+            wait_for_any(compiling, _GRAMMAR_WAIT_S)
 
     def _collect(self, in_flight: InFlightStep) -> list[RequestOutput]:
         started = time.monotonic()

@@ -20,6 +20,7 @@ from onchip.engine.sampling_params import BeamSearchParams, SamplingParams
 from onchip.engine.speculation.config import SpeculativeConfig
 from onchip.engine.stats import EngineStats
 from onchip.engine.step import Limits, RejectedRequest
+from onchip.engine.structure.compiler import PendingGrammar
 from onchip.engine.text_worker_pool import TextWorker, TextWorkerPool
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, generation_eos
 from onchip.models import Model, builtin, resolve
@@ -108,7 +109,9 @@ class LLM:
             seed=seed,
             speculative_config=speculation,
             draft_model=draft,
-            execution=ExecutionConfig(graphs=graphs, clock=ranks.clock),
+            execution=ExecutionConfig(
+                graphs=graphs, clock=ranks.clock, wait_for_grammars=not ranks.is_single
+            ),
         )
         self._ranks = ranks
         self._templates = TextWorkerPool(1)
@@ -227,7 +230,7 @@ class LLM:
                 while batch.outputs:
                     output = batch.outputs.popleft()
                     batch.num_left -= output.finished
-                    yield batch.indices[output.request_id], output
+                    yield batch.check(output), output
         finally:
             for name in batch.indices:
                 self.engine.cancel(name)
@@ -254,6 +257,7 @@ class LLM:
                     return
                 raise ValueError(f"prompt {index} cannot be served: {added.reason}")
             added.prompt = text
+            batch.grammars[name] = added.grammar
 
     def _parse_prompt(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         """The text of a prompt, if it has one, and its token ids."""
@@ -278,6 +282,14 @@ class _PromptBatch:
         self.num_left = len(prompts)
         self.indices: dict[str, int] = {}
         self.outputs: deque[RequestOutput] = deque()
+        self.grammars: dict[str, PendingGrammar | None] = {}
+
+    def check(self, output: RequestOutput) -> int:
+        """The index of an output's prompt. ValueError: the prompt's grammar is not served."""
+        index, grammar = self.indices[output.request_id], self.grammars.get(output.request_id)
+        if output.finished and grammar is not None and grammar.is_ready and grammar.error:
+            raise ValueError(f"prompt {index} cannot be served: {grammar.error}")
+        return index
 
 
 def _load_draft(

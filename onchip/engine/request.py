@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from onchip.engine.detokenizer import GrowingText
 from onchip.engine.sampling_params import BeamSearchParams, SamplingParams
+from onchip.engine.structure.automaton import TokenMatcher
+from onchip.engine.structure.compiler import PendingGrammar
 from onchip.kvcache.prefix import pack_token_ids
 
 MAX_PRIORITY = 100
@@ -167,9 +169,10 @@ class Sample:
     it forks from the first sample at the end of the prompt. candidates: next tokens of a beam that
     waits for the other beams. pending: tokens sampled but not known on the host yet; row: position
     of the last one among its step's rows. rng_key: key of its random numbers. detokenizer: builds
-    `text` while tokens arrive; has_full_text: `text` is complete. Speculation: draft_period: steps
-    from one attempt to the next; packed_tokens: bytes in which n-grams are looked up;
-    accepted_logprobs: `cumulative_logprob` after each token of the last verified chunk.
+    `text` while tokens arrive; has_full_text: `text` is complete. matcher: its position in the
+    request's grammar. Speculation: draft_period: steps from one attempt to the next; packed_tokens:
+    bytes in which n-grams are looked up; accepted_logprobs: `cumulative_logprob` after each token
+    of the last verified chunk.
     """
 
     request: "Request"
@@ -187,6 +190,7 @@ class Sample:
     rng_key: int = 0
     detokenizer: Any = None
     has_full_text: bool = False
+    matcher: TokenMatcher | None = None
     draft_period: int = 1
     packed_tokens: bytearray = field(default_factory=bytearray)
     accepted_logprobs: list[float] = field(default_factory=list)
@@ -230,6 +234,11 @@ class Sample:
         if not math.isfinite(sampled.logprob):
             self.finish(Status.FINISHED_ERROR, "the logits are not finite")
             return
+        if self.matcher is not None:
+            self.matcher.consume(sampled.token)
+            if self.matcher.error is not None:
+                self.finish(Status.FINISHED_ERROR, self.matcher.error)
+                return
         request, token_ids = self.request, self.token_ids
         token_ids.append(sampled.token)
         self.cumulative_logprob += sampled.logprob
@@ -274,7 +283,8 @@ class Request:
     priority: -100 to 100, lower is more urgent. deadline_s: time on the scheduler's clock at which
     the request is cut off. salt: prefixes are shared only between requests with the same salt.
     eos_token_ids: end a sample unless params.ignore_eos. rng_seed: used unless params.seed is set.
-    needs_tokens: the next step depends on the values of sampled tokens (beams, penalties).
+    needs_tokens: the next step depends on the values of sampled tokens (beams, penalties, a
+    grammar). grammar: what its texts follow; until it is ready, the request waits.
     """
 
     beams: BeamSearchParams | None
@@ -315,7 +325,8 @@ class Request:
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
         self.end_token_ids = eos | frozenset(self.params.stop_token_ids)  # tokens that end a sample
         self.rng_seed = rng_seed if self.params.seed is None else self.params.seed
-        self.needs_tokens = bool(self.beams or self.params.has_penalties)
+        self.needs_tokens = bool(self.beams or self.params.has_penalties or self.params.grammar)
+        self.grammar: PendingGrammar | None = None
         self._check(vocab_size)
         self.status = Status.WAITING
         self.error: str | None = None
@@ -360,13 +371,21 @@ class Request:
 
     @property
     def takes_drafts(self) -> bool:
-        """Its drafts can be verified: not those of a beam search, which samples nothing."""
-        return not self.beams
+        """Its drafts can be verified: not those of a beam search, which samples nothing, nor those
+        of a grammar, whose mask follows one token at a time.
+        """
+        return not self.beams and self.params.grammar is None
 
     @property
     def max_seqs(self) -> int:
         """`num_seqs` at the start."""
         return self.beams.beam_width if self.beams else len(self.samples)
+
+    def start_matchers(self) -> None:
+        """Begin to follow the grammar, once it is ready. Preempted samples keep their matchers."""
+        for sample in self.samples if self.grammar is not None else ():
+            if sample.matcher is None:
+                sample.matcher = self.grammar.make_matcher()
 
     def next_tokens(self, budget: int) -> Iterator[tuple[Sample, int]]:
         """(sample, number of tokens to compute next), at most budget tokens in total. While other

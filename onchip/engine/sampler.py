@@ -1,8 +1,8 @@
 """Sample the next token of every row of a batch on the device, without sorting or synchronizing. On
 a GPU with Triton the same takes two or three launches: kernels/llm/sampling.py.
 
-    logits -> bias, penalties, min_tokens -> temperature -> min_p -> top_k -> top_p -> token
-                                                                         (order as in vLLM)
+    logits -> bias, penalties, min_tokens -> grammar -> temperature -> min_p -> top_k -> top_p
+                                                               -> token   (order as in vLLM)
 
 Probabilities are integers: the weight exp(s - max s) of a token is rounded to a multiple of 2^-40.
 Integer sums do not depend on the order of their terms, so a row keeps and samples the same tokens
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from onchip.core.device import device_info
 from onchip.engine.request import Request, Sample, SampledToken
+from onchip.engine.structure.bitmask import TokenBitmask, fill_bitmask
 
 _UNIT = 2.0**40  # 2^18 tokens of weight 1 still fit into 63 bits
 _GOLDEN, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -37,17 +38,19 @@ _DIGITS = (
 @dataclass(frozen=True)
 class LogitEdits:
     """Changes to single logits. add: (rows, tokens, values). repeat: (rows, tokens, factors) for
-    tokens that occurred before: positive logits are divided, negative ones multiplied.
+    tokens that occurred before: positive logits are divided, negative ones multiplied. bitmask:
+    tokens that grammars allow.
     """
 
     add: tuple[Tensor, Tensor, Tensor] | None
     repeat: tuple[Tensor, Tensor, Tensor] | None
+    bitmask: TokenBitmask | None = None
 
     def apply(self, logits: Tensor) -> Tensor:
         """The edited logits in fp32, or the input itself if there are no edits. No (row, token)
         occurs twice in one list.
         """
-        if self.repeat is None and self.add is None:
+        if self.repeat is None and self.add is None and self.bitmask is None:
             return logits
         logits = logits.to(torch.float32, copy=True)
         if self.repeat is not None:
@@ -57,6 +60,8 @@ class LogitEdits:
         if self.add is not None:
             rows, tokens, values = self.add
             logits[rows, tokens] += values
+        if self.bitmask is not None:
+            self.bitmask.apply_(logits)
         return logits
 
 
@@ -347,7 +352,18 @@ def _make_edits(samples: Sequence[Sample], device: torch.device) -> LogitEdits:
         if params.repetition_penalty != 1:
             seen_tokens = {*request.prompt_token_ids, *row_sample.token_ids}
             repeat |= {(row, token): params.repetition_penalty for token in seen_tokens}
-    return LogitEdits(_edit_tensors(add, device), _edit_tensors(repeat, device))
+    bitmask = _make_bitmask(samples, device) if edited else None
+    return LogitEdits(_edit_tensors(add, device), _edit_tensors(repeat, device), bitmask)
+
+
+def _make_bitmask(samples: Sequence[Sample], device: torch.device) -> TokenBitmask | None:
+    """The tokens that the samples' grammars allow next; None if no sample has one."""
+    rows = [row for row, s in enumerate(samples) if s.matcher is not None]
+    if not rows:
+        return None
+    words = _copy_to_device(fill_bitmask([samples[row].matcher for row in rows]), device)
+    every = len(rows) == len(samples)
+    return TokenBitmask(words, None if every else _make_tensor(rows, torch.int64, device))
 
 
 def _edit_tensors(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from onchip.engine.structure.grammar import Grammar, StructuredOutputsParams, parse_grammar
+
 MAX_SAMPLES = 128  # n, best_of, beam_width: each sample holds pages and a row of the batch
 MAX_STOPS = 16  # each is searched for in every new piece of text
 MAX_STOP_CHARS = 256
@@ -50,7 +52,8 @@ class SamplingParams:
     eos does; ignore_eos ignores eos but not them; before min_tokens neither is sampled. logprobs k:
     of the k most probable tokens and of the sampled one. logit_bias: added to the logits of these
     token ids. seed: the same tokens for the same seed, in any batch. skip_special_tokens: False
-    writes special tokens into the text.
+    writes special tokens into the text. response_format (OpenAI's) or structured_outputs (vLLM's;
+    an object or its fields): every text that ends by itself follows this format.
     """
 
     n: int = 1
@@ -74,12 +77,15 @@ class SamplingParams:
     use_beam_search: bool = False
     length_penalty: float = 1.0
     skip_special_tokens: bool = True
+    response_format: Mapping[str, Any] | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._check_counts()
         self._check_shape_of_distribution()
         self._check_ends()
         self._check_bias()
+        self._check_structure()
         if self.use_beam_search:
             self._check_beams()
 
@@ -100,7 +106,12 @@ class SamplingParams:
     @cached_property
     def edits_logits(self) -> bool:
         """Single logits may be changed."""
-        return bool(self.has_penalties or self.logit_bias or self.min_tokens)
+        return bool(self.has_penalties or self.logit_bias or self.min_tokens or self.grammar)
+
+    @cached_property
+    def grammar(self) -> Grammar | None:
+        """What the text must follow; None: it is free."""
+        return parse_grammar(self.response_format, self.structured_outputs)
 
     @property
     def beams(self) -> BeamSearchParams | None:
@@ -171,6 +182,14 @@ class SamplingParams:
         for token, value in bias.items():
             _check_integer("a token id of logit_bias", token, 0)
             _check_number(f"logit_bias[{token}]", value, -100, 100)
+
+    def _check_structure(self) -> None:
+        """A grammar decides where a text may end."""
+        if self.grammar is None:
+            return
+        for name in ("ignore_eos", "min_tokens", "use_beam_search"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is not served with structured output: leave one out")
 
     def _check_beams(self) -> None:
         _check_number("length_penalty", self.length_penalty, -10, 10)

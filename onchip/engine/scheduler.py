@@ -31,7 +31,9 @@ penalties and drafts need the values: while such a request samples, steps do not
 Drafts (speculation/) come last. They take the budget and the pages that are left, and preempt
 nothing.
 
-Progress: while there are requests and no step is in flight, every step computes at least one token.
+A request with a grammar waits until the grammar is compiled, and others overtake it meanwhile.
+
+Progress: while a request is ready and no step is in flight, every step computes at least one token.
 Each request fits into the pool alone (checked in `add`), the first running request is never
 preempted for another, and swapped requests free the pages they share if it needs them.
 """
@@ -220,7 +222,7 @@ class Scheduler:
         self._preempt(request)
 
     def schedule(self) -> ScheduledStep:
-        """Build the next step. It is empty only if there is no request or a step is in flight."""
+        """Build the next step. It is empty only if no request is ready or a step is in flight."""
         if self._step is not None:
             raise ValueError("a step is under way: update it first")
         if self.must_collect:
@@ -468,8 +470,7 @@ class Scheduler:
         """Admit waiting requests strictly in order. The first that does not fit stops the loop:
         otherwise small requests would overtake large ones forever.
         """
-        while self._waiting and plan.budget and not plan.blocked:
-            request = self._waiting[0]
+        while plan.budget and not plan.blocked and (request := self._next_to_admit()):
             if any(sample.pending for sample in request.samples):
                 return  # its last token is not known yet
             if self._num_running_seqs() + request.num_seqs > self.limits.max_num_seqs:
@@ -479,11 +480,29 @@ class Scheduler:
             self._dequeue(request)
             self._running.add(request)
             request.status = Status.RUNNING
+            request.start_matchers()
             if request.metrics.first_scheduled_s is None:
                 request.num_cached_tokens = request.unfinished[0].sequence.hit_tokens
                 self.num_cached_tokens += request.num_cached_tokens
                 request.metrics = replace(request.metrics, first_scheduled_s=self.clock())
             self._schedule_request(request, plan)
+
+    def _next_to_admit(self) -> Request | None:
+        """The first waiting request, except those whose grammar is still being compiled: others
+        overtake them. A request whose grammar is refused ends.
+        """
+        if self._waiting and self._waiting[0].grammar is None:
+            return self._waiting[0]
+        for request in self._waiting:
+            grammar = request.grammar
+            if grammar is None or (grammar.is_ready and grammar.error is None):
+                return request
+            if grammar.is_ready:
+                for sample in request.samples:
+                    sample.finish(Status.FINISHED_ERROR, grammar.error)
+                self.fail(request, str(grammar.error))
+                self._record_event("ended", request)
+        return None
 
     def _make_resident(self, request: Request) -> bool:
         """Bring a waiting request onto the device. If no request runs it must succeed: swapped

@@ -1,4 +1,5 @@
-"""The program of a text worker: renders chat templates and runs one tokenizer, within bounds.
+"""The program of a text worker: renders chat templates, runs one tokenizer and tries grammars,
+within bounds.
 
 `text_worker_pool.TextWorker` starts it as a script. A message is 4 bytes of length, then JSON. The
 first message configures the worker, every later one is a job. The answer is {"value": ...} or
@@ -84,9 +85,11 @@ def limit_memory(more_bytes: int) -> None:
 
 
 class TextJobs:
-    """The jobs of this process, by name. folder: of the tokenizer, or None."""
+    """The jobs of this process, by name. folder: of the tokenizer, or None. grammars: load their
+    automaton.
+    """
 
-    def __init__(self, folder: str | None):
+    def __init__(self, folder: str | None, grammars: bool = False):
         from onchip.engine.chat_template import render_template
         from onchip.engine.tokenizer import FileTokenizer
 
@@ -94,6 +97,10 @@ class TextJobs:
         with contextlib.suppress(ValueError):  # import Jinja now, not during a job
             render_template("", [{"role": ""}], {})
         self._tokenizer = FileTokenizer(folder) if folder else None
+        if grammars:
+            from onchip.engine.structure.automaton import GrammarTrial
+
+            self.check_grammar = GrammarTrial().check
 
     def render(self, template: str, messages: Any, special: Any, options: Any) -> str:
         text = self._render(template, messages, special, **options)
@@ -125,7 +132,7 @@ def main() -> None:
         _stub_packages()
         limit_memory(setup["load_bytes"])
         try:
-            jobs = TextJobs(setup["folder"])
+            jobs = TextJobs(setup["folder"], setup["grammars"])
         except (ValueError, MemoryError) as error:
             send(connection, {"error": str(error) or "the tokenizer needs too much memory"})
             return

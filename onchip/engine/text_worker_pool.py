@@ -46,11 +46,16 @@ def check_system(what: str) -> None:
 
 
 class TextWorker:
-    """One process. folder: of the tokenizer that it loads, None for templates only. Not
-    thread-safe.
+    """One process. folder: of the tokenizer that it loads, None for templates only. grammars: it
+    tries grammars. Not thread-safe.
     """
 
-    def __init__(self, folder: str | Path | None = None, job_bytes: int = JOB_BYTES):
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        job_bytes: int = JOB_BYTES,
+        grammars: bool = False,
+    ):
         check_system("a chat template or a tokenizer of a folder")
         self._connection, theirs = socket.socketpair()
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
@@ -63,7 +68,7 @@ class TextWorker:
                 env=environment | _SINGLE,
             )
         setup = {"path": sys.path, "folder": folder and str(Path(folder).resolve())}
-        setup |= {"job_bytes": job_bytes, "load_bytes": LOAD_BYTES}
+        setup |= {"job_bytes": job_bytes, "load_bytes": LOAD_BYTES, "grammars": grammars}
         try:
             self._exchange(setup, START_S, f"the tokenizer of {folder} was not loaded")
         except BaseException:
@@ -74,7 +79,7 @@ class TextWorker:
         """The result of a job, which is a method of worker_main.TextJobs. ValueError: the job
         failed. After a JobEnded the process is gone.
         """
-        what = "chat template" if do == "render" else "tokenizer"
+        what = {"render": "chat template", "check_grammar": "grammar"}.get(do, "tokenizer")
         job = {"do": do, "seconds": seconds, **job}
         return self._exchange(job, seconds, f"the {what} was ended")
 
@@ -119,8 +124,14 @@ class TextWorkerPool:
     concurrent jobs wait for a free process.
     """
 
-    def __init__(self, count: int, folder: str | Path | None = None, job_bytes: int = JOB_BYTES):
-        self._folder, self._job_bytes, self._job_s = folder, job_bytes, JOB_S
+    def __init__(
+        self,
+        count: int,
+        folder: str | Path | None = None,
+        job_bytes: int = JOB_BYTES,
+        grammars: bool = False,
+    ):
+        self._setup, self._job_s = (folder, job_bytes, grammars), JOB_S
         self._slots = threading.Semaphore(count)
         self._lock = threading.Lock()
         self._idle: list[TextWorker] = []
@@ -210,7 +221,7 @@ class TextWorkerPool:
                 if process.is_alive:
                     return process
                 self._open.discard(process)  # killed from outside
-        process = TextWorker(self._folder, self._job_bytes)
+        process = TextWorker(*self._setup)
         with self._lock:
             self._open.add(process)
         return process

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -36,9 +37,17 @@ from .protocol import (
     SamplingFields,
     TokenizeRequest,
 )
-from .responses import ChatBuilder, CompletionBuilder, DeltaReader, Echo, ResponseBuilder
+from .responses import (
+    ChatBuilder,
+    CompletionBuilder,
+    DeltaReader,
+    Echo,
+    ResponseBuilder,
+    ToolDeltaReader,
+)
 from .service import EngineProtocol, Service, ServiceState
 from .streaming import AcceptedCall, FullResponse, SSEResponse
+from .tools import DIALECTS, Dialect, find_dialect
 from .validation_errors import explain_errors
 
 T = TypeVar("T")
@@ -64,7 +73,8 @@ _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 class ServerOptions:
     """model: the served name. max_bodies_bytes: limit for all bodies that are being read together.
     max_request_s: time limit of any request. max_stall_s: a step older than this makes the server
-    not ready. hosts: as for AuthMiddleware.
+    not ready. hosts: as for AuthMiddleware. tool_call_parser: how the model writes calls of tools;
+    "auto" decides by its chat template and model_type.
     """
 
     model: str
@@ -74,8 +84,15 @@ class ServerOptions:
     max_stall_s: float = 30.0
     max_open: int = 16384
     hosts: frozenset[str] | None = None
+    tool_call_parser: str = "auto"
+    model_type: str = ""
 
     def __post_init__(self) -> None:
+        if self.tool_call_parser not in ("auto", *DIALECTS):
+            raise ValueError(
+                f"tool_call_parser={self.tool_call_parser!r} is not one of auto,"
+                f" {', '.join(DIALECTS)}"
+            )
         for name, value in vars(self).items():
             if name.startswith("max_") and not value > 0:
                 raise ValueError(f"{name}={value} must be above 0")
@@ -144,12 +161,15 @@ class Server:
     metrics: Metrics
     service: Service
     live_view: LiveView
+    dialect: Dialect
     app: FastAPI
 
     def __init__(self, engine: EngineProtocol, options: ServerOptions, keys: Keyring | None = None):
         self.options, self.keys = options, keys or Keyring()
         self.limits = engine.limits
         self.codec = Codec(engine.tokenizer, engine.limits.max_model_len)
+        template = engine.tokenizer.chat_template if engine.tokenizer is not None else None
+        self.dialect = find_dialect(options.tool_call_parser, template, options.model_type)
         self.metrics = Metrics()
         self.service = Service(engine, max_open=options.max_open, on_output=self.metrics.observe)
         self.live_view = LiveView(self.service, options.model)
@@ -233,10 +253,14 @@ class Server:
 
     async def _chats(self, body: ChatRequest, request: Request) -> Response:
         deadline = self._start_deadline(body)
-        params = _or_400(body.params)
+        tools, params = _or_400(body.read_tools), _or_400(lambda: body.params(self.dialect))
         prompt = await self._encode_chat(body, bool(body.add_special_tokens), deadline)
         builder = ChatBuilder(self.options.model, self.codec.token, body.top_logprobs or 0)
-        generation = GenerationInput(params, [prompt], builder, DeltaReader(params.n))
+        reader = DeltaReader(params.n)
+        if tools is not None:
+            make_parser = partial(tools.make_parser, self.dialect, hidden=self.codec.end_texts)
+            reader = ToolDeltaReader(params.n, make_parser=make_parser)
+        generation = GenerationInput(params, [prompt], builder, reader)
         return await self._serve(body, request, generation, deadline)
 
     async def _serve(
@@ -247,6 +271,7 @@ class Server:
         deadline: Deadline,
     ) -> Response:
         generation.check_num_choices()
+        await deadline.enforce(self.service.compile_grammar(generation.params, deadline.left_s))
         special = body.add_special_tokens is not False
         tokens = [await self._encode(prompt, special, deadline) for prompt in generation.prompts]
         salt, incoming = body.derive_salt(request.state.salt), request.state.incoming

@@ -79,6 +79,12 @@ class Codec:
         self._tokenizer_queue = WorkerQueue("tokenizer", TextWorkerPool(PROCESSES, folder))
         self._token_cache: dict[int, TokenText] = {}
 
+    @property
+    def end_texts(self) -> tuple[str, ...]:
+        """The texts of tokens that end a text, if special tokens are shown."""
+        special = {} if self._tokenizer is None else self._tokenizer.special
+        return tuple(special[name] for name in ("eos_token",) if name in special)
+
     def start(self) -> None:
         """Start a process of each kind, so that the first request does not wait for it."""
         if self._tokenizer is not None and self._tokenizer.chat_template is not None:

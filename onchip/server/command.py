@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +39,9 @@ def serve(args: SimpleNamespace) -> int:
     raise_file_limit()
     engine = _model(args, speculation).engine
     LOG.info("%s", describe(engine, options.model))
+    if args.model != builtin.NAME:  # a vocabulary of 257 tokens needs no preparation
+        engine.warm_up_grammars()
+    options = replace(options, model_type=getattr(engine.model.config, "model_type", ""))
     server = Server(engine, options, keys)
     announce = lambda: _announce(server, url_of(sock), args.model)
     process = ServerProcess(server, args.drain_s, announce)
@@ -108,6 +112,7 @@ def _options(args: SimpleNamespace, address: Address, keys: Keyring) -> ServerOp
         max_stall_s=args.max_stall_s,
         max_open=args.max_num_seqs + args.max_queue,
         hosts=address.hosts if keys.is_open else None,
+        tool_call_parser=args.tool_call_parser,
     )
 
 

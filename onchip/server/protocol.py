@@ -21,6 +21,10 @@ from onchip.engine.chat_template import RESERVED
 from onchip.engine.request import MAX_PRIORITY
 from onchip.engine.sampling_params import SamplingParams
 
+from .structured_fields import StructuredFields, has_structure
+from .tools import DIALECTS, Dialect
+from .tools.choice import ToolChoice, read_choice
+
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096
 MAX_DEADLINE_S = 86_400.0
@@ -54,7 +58,7 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = None
 
 
-class SamplingFields(StrictModel):
+class SamplingFields(StrictModel, StructuredFields):
     """Fields of both completions and chats. Beyond OpenAI's: top_k, min_p, repetition_penalty,
     min_tokens, ignore_eos, stop_token_ids as in vLLM; priority (0 to 100, more is less urgent) and
     deadline_s (seconds from now).
@@ -98,11 +102,6 @@ class SamplingFields(StrictModel):
     bad_words: Absent = None
     logits_processors: Absent = None
     truncate_prompt_tokens: Absent = None
-    structured_outputs: Absent = None
-    guided_json: Absent = None
-    guided_regex: Absent = None
-    guided_choice: Absent = None
-    guided_grammar: Absent = None
     kv_transfer_params: Absent = None
     vllm_xargs: Absent = None
 
@@ -118,6 +117,7 @@ class SamplingFields(StrictModel):
         """Convert to the engine's parameters. ValueError: fields contradict one another."""
         fields = {name: getattr(self, name) for name in _PASSED_ON}
         fields["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
+        fields |= self.structure()
         fields = {name: value for name, value in (fields | more).items() if value is not None}
         return SamplingParams(**fields, max_tokens=max_tokens)
 
@@ -268,11 +268,32 @@ class ChatMessage(StrictModel):
 Messages = Annotated[
     list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 ]
-Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
 
 
-class TextFormat(StrictModel):
-    type: Literal["text"]
+class FunctionDefinition(StrictModel):
+    """strict is accepted and has no effect: forced calls follow the schema, others may not."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class NamedFunction(StrictModel):
+    name: Annotated[str, Field(max_length=256)]
+
+
+class NamedTool(StrictModel):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
 
 
 class Conversation(StrictModel):
@@ -286,7 +307,7 @@ class Conversation(StrictModel):
         Field(description=f"a list of 1 to {MAX_MESSAGES} messages with role and content"),
     ]
     tools: Annotated[
-        Tools | None, Field(description='[], or up to 128 with tool_choice "none"')
+        Tools | None, Field(description="a list of up to 128 tools of type function")
     ] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -314,28 +335,26 @@ class Conversation(StrictModel):
                 " last: give one"
             )
         return variables | {
-            "tools": self.tools,
+            "tools": [tool.model_dump(exclude_none=True) for tool in self.tools or ()],
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": bool(self.continue_final_message),
         }
 
 
 class ChatRequest(SamplingFields, Conversation):
-    """POST /v1/chat/completions: text only, no tool calls."""
+    """POST /v1/chat/completions: text and tool calls."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=bounds.MAX_LOGPROBS)] | None = None
-    response_format: Annotated[
-        TextFormat | None, Field(description='{"type": "text"}, or leave it out')
-    ] = None
     modalities: Annotated[
         Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None,
         Field(description='["text"], or leave it out'),
     ] = None
     tool_choice: Annotated[
-        Literal["none", "auto"] | None, Field(description='"none", or leave it out with tools')
+        Literal["none", "auto", "required"] | NamedTool | None,
+        Field(description='"none", "auto", "required", or an object that names a function'),
     ] = None
     parallel_tool_calls: bool | None = None
     functions: Absent = None
@@ -375,15 +394,30 @@ class ChatRequest(SamplingFields, Conversation):
             variables.setdefault("reasoning_effort", self.reasoning_effort)
         return variables
 
-    def params(self) -> SamplingParams:
+    def read_tools(self) -> ToolChoice | None:
+        """The tools that the model may call; None if it may call none."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            choice = choice.model_dump()
+        tools = [tool.function.model_dump() for tool in self.tools or ()]
+        return read_choice(tools, choice, self.parallel_tool_calls)
+
+    def params(self, dialect: Dialect = DIALECTS["plain"]) -> SamplingParams:
+        """dialect: how the model writes calls of tools."""
         if self.top_logprobs and not self.logprobs:
             raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
-        if self.tools and self.tool_choice != "none":
-            raise ValueError(
-                f"{len(self.tools)} tools were sent, and calls of tools are not served: leave tools"
-                ' out, or send tool_choice "none" to show them to the model only'
-            )
-        return self.make_params(self._max_tokens(), logprobs=self._num_logprobs())
+        more: dict[str, Any] = {"logprobs": self._num_logprobs()}
+        if tools := self.read_tools():
+            if has_structure(self.structure()):
+                raise ValueError(
+                    "tools and a format of the text are not served together: leave one out, or"
+                    ' send tool_choice "none"'
+                )
+            if tools.is_forced:
+                more["structured_outputs"] = {"grammar": tools.make_grammar(dialect)}
+            elif dialect.shows_special:
+                more["skip_special_tokens"] = False
+        return self.make_params(self._max_tokens(), **more)
 
     def _max_tokens(self) -> int | None:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
@@ -490,17 +524,35 @@ class Completion(BaseModel):
     usage: Usage | None = None
 
 
-class AssistantMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
+class CalledFunction(TypedDict, total=False):
+    name: str
+    arguments: str
+
+
+class ToolCallPart(TypedDict, total=False):
+    """A call, or the next part of one in a stream."""
+
+    index: int
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(TypedDict, total=False):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCallPart]
+
+
+ChatFinish = Literal["stop", "length", "tool_calls"]
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: ChatFinish
     stop_reason: int | str | None = None
 
 
@@ -516,13 +568,14 @@ class ChatCompletion(BaseModel):
 class Delta(TypedDict, total=False):
     role: Literal["assistant"]
     content: str
+    tool_calls: list[ToolCallPart]
 
 
 class ChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: ChatFinish | None = None
     stop_reason: int | str | None = None
 
 

@@ -16,6 +16,7 @@ from onchip.engine.request import CompletionOutput, Logprob, RequestOutput
 from . import protocol
 from .codec import TokenText, text_offsets
 from .errors import APIError
+from .tools import CallDelta, ToolCallParser
 
 ReadToken = Callable[[int], TokenText]
 Table = dict[int, Logprob]
@@ -25,7 +26,8 @@ Tokens = tuple[tuple[int, Table | None], ...]
 @dataclass(frozen=True)
 class ChoiceDelta:
     """tokens: (id, logprobs at its position; None if not requested, or for the first token of a
-    prompt). offset: characters before this delta.
+    prompt). offset: characters before this delta. calls: parts of calls of tools, which are not in
+    the text.
     """
 
     index: int
@@ -34,6 +36,7 @@ class ChoiceDelta:
     offset: int
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    calls: tuple[CallDelta, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,34 @@ class DeltaReader:
     @property
     def _scores_only(self) -> bool:
         return self.echo is not None and self.echo.scores_only
+
+
+@dataclass
+class ToolDeltaReader(DeltaReader):
+    """A DeltaReader that finds calls of tools in the texts. make_parser: for a choice that
+    streams, or for a whole one.
+    """
+
+    make_parser: Callable[[bool], ToolCallParser] = field(kw_only=True)
+    _parsers: dict[int, ToolCallParser] = field(default_factory=dict)
+
+    def read_new(self, outputs: Sequence[RequestOutput | None]) -> Iterator[ChoiceDelta]:
+        for delta in super().read_new(outputs):
+            delta = self._find_calls(delta)
+            if delta.text or delta.tokens or delta.calls or delta.finish_reason:
+                yield delta
+
+    def _find_calls(self, delta: ChoiceDelta) -> ChoiceDelta:
+        parser = self._parsers.get(delta.index)
+        if parser is None:
+            parser = self._parsers[delta.index] = self.make_parser(delta.finish_reason is None)
+        content, calls = parser.push(delta.text)
+        reason = delta.finish_reason
+        if reason is not None:
+            rest = parser.finish()
+            content, calls = content + rest.content, calls + rest.calls
+            reason = "tool_calls" if parser.num_calls and reason == "stop" else reason
+        return replace(delta, text=content, calls=calls, finish_reason=reason)
 
 
 def _prompt_tokens(output: RequestOutput) -> Tokens:
@@ -212,10 +243,7 @@ class ChatBuilder(_Builder):
         self, deltas: Sequence[ChoiceDelta], usage: protocol.Usage
     ) -> protocol.ChatCompletion:
         choices = [
-            protocol.ChatChoice(
-                message=protocol.AssistantMessage(content=delta.text), **self._rest(delta)
-            )
-            for delta in deltas
+            protocol.ChatChoice(message=_message(delta), **self._rest(delta)) for delta in deltas
         ]
         return protocol.ChatCompletion(**self.head, choices=choices, usage=usage)
 
@@ -226,8 +254,10 @@ class ChatBuilder(_Builder):
             yield protocol.ChatCompletionChunk(**self.head, choices=[choice])
 
     def build_chunk(self, delta: ChoiceDelta) -> protocol.ChatCompletionChunk:
-        content = protocol.Delta(content=delta.text) if delta.text else protocol.Delta()
-        choice = protocol.ChunkChoice(delta=content, **self._rest(delta))
+        new = protocol.Delta(content=delta.text) if delta.text else protocol.Delta()
+        if delta.calls:
+            new["tool_calls"] = [_call_part(call) for call in delta.calls]
+        choice = protocol.ChunkChoice(delta=new, **self._rest(delta))
         return protocol.ChatCompletionChunk(**self.head, choices=[choice])
 
     def build_usage_chunk(self, usage: protocol.Usage) -> protocol.ChatCompletionChunk:
@@ -256,6 +286,34 @@ class ChatBuilder(_Builder):
     def _entry(self, token: int, entry: Logprob) -> dict:
         read = self.read_token(token)
         return {"token": read.text, "logprob": entry.logprob, "bytes": list(read.data)}
+
+
+def _message(delta: ChoiceDelta) -> protocol.AssistantMessage:
+    """A whole message. Its calls have their parts together, and no index."""
+    content = None if delta.calls and not delta.text else delta.text
+    message = protocol.AssistantMessage(role="assistant", content=content, refusal=None)
+    if delta.calls:
+        message["tool_calls"] = _join_calls(delta.calls)
+    return message
+
+
+def _join_calls(parts: Sequence[CallDelta]) -> list[protocol.ToolCallPart]:
+    """Whole calls: the first part of each has its id and name, the others its arguments."""
+    calls = []
+    for first in (part for part in parts if part.id is not None):
+        arguments = "".join(part.arguments for part in parts if part.index == first.index)
+        call = _call_part(replace(first, arguments=arguments))
+        call.pop("index")
+        calls.append(call)
+    return calls
+
+
+def _call_part(part: CallDelta) -> protocol.ToolCallPart:
+    if part.name is None or part.id is None:
+        function = protocol.CalledFunction(arguments=part.arguments)
+        return protocol.ToolCallPart(index=part.index, function=function)
+    function = protocol.CalledFunction(name=part.name, arguments=part.arguments)
+    return protocol.ToolCallPart(index=part.index, id=part.id, type="function", function=function)
 
 
 ResponseBuilder = CompletionBuilder | ChatBuilder

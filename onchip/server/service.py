@@ -31,6 +31,7 @@ from typing import Any, Protocol, TypeVar
 from onchip.engine.request import RequestOutput
 from onchip.engine.sampling_params import BeamSearchParams, SamplingParams
 from onchip.engine.step import Limits, RejectedRequest
+from onchip.engine.structure.compiler import PendingGrammar
 from onchip.engine.tokenizer import Tokenizer
 
 from .errors import APIError
@@ -63,6 +64,8 @@ class EngineProtocol(Protocol):
         salt: bytes = b"",
         stream: bool = True,
     ) -> Any: ...
+
+    def compile_grammar(self, params: SamplingParams) -> PendingGrammar | None: ...
 
     def cancel(self, request_id: str) -> bool: ...
 
@@ -183,6 +186,22 @@ class Service:
             self._drop(pending)
             raise error
         return pending
+
+    async def compile_grammar(self, params: SamplingParams, seconds: float) -> None:
+        """Wait until the grammar of these parameters, if they have one, is compiled: the engine
+        then finds it in its cache. APIError: it is refused. TimeoutError: not done in time.
+        """
+        try:
+            grammar = self._engine.compile_grammar(params)
+        except ValueError as error:
+            raise APIError(400, str(error)) from None
+        if grammar is not None:
+            done = asyncio.Event()
+            grammar.future.add_done_callback(lambda _: self._call_on_loop(done.set))
+            async with asyncio.timeout(seconds):
+                await done.wait()
+            if grammar.error is not None:
+                raise APIError(400, grammar.error, code="invalid_grammar")
 
     def release(self, pending: PendingCall) -> None:
         """The caller is gone: unfinished requests are cancelled before the next step, and requests

@@ -106,6 +106,10 @@ class FakeEngine:
         self.requests[request_id] = FakeRequest(request_id, prompt, params, deadline, salt, stream)
         return self.requests[request_id]
 
+    def compile_grammar(self, params):
+        if params.grammar is not None:
+            raise ValueError("this engine has no grammars")
+
     def cancel(self, request_id):
         self.cancelled.append(request_id)
         return self.requests.pop(request_id, None) is not None

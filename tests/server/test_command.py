@@ -70,7 +70,7 @@ def test_nothing_else_of_the_engine_needs_the_server():
 
 
 def test_every_field_is_named():
-    unused = {"metadata", "parallel_tool_calls", "service_tier", "prompt_cache_key", "tool_choice"}
+    unused = {"metadata", "service_tier", "prompt_cache_key"}
     unused |= {"safety_identifier", "modalities", "store", "suffix"}
     fields = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
     assert fields - unused <= NAMED

@@ -174,11 +174,11 @@ def test_the_last_message_is_continued(shared, ask):
     assert status == 200 and text_of(answer).startswith("user: hello\nassistant: Well, Iuser:")
 
 
-def test_tools_are_shown_if_none_may_be_called(shared, ask):
-    body = {"messages": HELLO, "tools": [WEATHER], "max_tokens": 2}
-    assert ask(shared, CHATS, body | {"tool_choice": "none"})[0] == 200
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
+def test_tools_are_shown_to_the_model(shared, ask, choice):
+    body = {"messages": HELLO, "tools": [WEATHER], "max_tokens": 2} | choice
     status, answer, _ = ask(shared, CHATS, body)
-    assert status == 400 and "1 tools were sent" in answer["error"]["message"]
+    assert status == 200 and text_of(answer) == "us"
 
 
 def test_a_cache_salt_separates_prefixes_within_a_key(serving, fake, ask):
@@ -194,13 +194,15 @@ def test_a_cache_salt_separates_prefixes_within_a_key(serving, fake, ask):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"tool_choice": "required"}, "tool_choice='required' is not served: send \"none\""),
-        ({"response_format": JSON}, "type='json_object' is not served: send 'text'"),
+        ({"tool_choice": "always"}, "tool_choice='always' is not served: send \"none\""),
+        ({"tool_choice": "required"}, "tool_choice needs tools"),
+        ({"response_format": {"type": "xml"}}, "an object of type text, json_object or json_sch"),
         ({"store": True}, "store=true is not served: send false, or leave it out"),
         ({"service_tier": "flex"}, "service_tier='flex' is not served: send \"auto\""),
         ({"verbosity": "low"}, "verbosity='low' is not served"),
         ({"web_search_options": {"a": 1}}, "web_search_options=an object of 1 fields is not"),
-        ({"guided_json": {"type": "object"}}, "guided_json=an object of 1 fields is not served"),
+        ({"guided_json": 5}, "guided_json=5 is not served: send a JSON schema"),
+        ({"guided_json": JSON, "guided_regex": "a"}, "one kind of structured output"),
         ({"functions": [{"name": "f"}]}, "functions=a list of 1 entries is not served"),
         ({"modalities": ["audio"]}, "modalities.0='audio' is not served: send [\"text\"]"),
         ({"temperature": "hot"}, "temperature='hot' is not served: send a number"),

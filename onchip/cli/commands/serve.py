@@ -20,6 +20,7 @@ from onchip.cli.options import (
     model_option,
 )
 from onchip.core.extras import MissingPackageError, advise
+from onchip.server.tools import DIALECTS
 
 
 def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
@@ -95,6 +96,12 @@ def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
     metavar="JSON",
     show_default="no drafts",
     help="Options of speculative decoding, by vLLM's names.",
+)
+@click.option(
+    "--tool-call-parser",
+    type=click.Choice(("auto", *DIALECTS)),
+    default="auto",
+    help="How the model writes calls of tools; auto: as its chat template, or its family.",
 )
 @_limit("--max-queue", 4096, "N", "Number of requests that wait; more get status 429.")
 @_limit("--max-request-s", 600.0, "S", "Time that a request may take.")
