@@ -3,6 +3,7 @@ stand-ins for streams and for kernel launches.
 """
 
 import os
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,6 +44,8 @@ def pytest_configure(config):
         pytest.exit("Triton is not installed: no test is interpreted", 0)
     if INTERPRETED:
         bounds.install()
+    # A background job of a shell ignores SIGINT, and so would the commands that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(Durations(config))
 
 
