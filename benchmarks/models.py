@@ -17,11 +17,10 @@ from benchmarks import model_peers
 from benchmarks.model_calls import ModelCall
 from benchmarks.model_shapes import MODELS, NAMES, ModelLayer
 from onchip.cli.bench import gpu
-from onchip.cli.bench.backward import GradientCheck
+from onchip.cli.bench.backward import GradientCheck, backward_kernel
 from onchip.cli.bench.gpu import GpuAccuracyCheck, GpuCandidate, Inputs, OutputCheck, RowSpec
 from onchip.cli.bench.harness import Row, Session, Threshold, worst_cell
 from onchip.cli.bench.paged import CHECKED, in_pages
-from onchip.core.dispatch import plan
 from onchip.core.explain import Explanation
 
 PARTS = NAMES  # of --only
@@ -63,7 +62,8 @@ def measure(session: Session, call: ModelCall) -> list[Row]:
     ours = our_candidate(call, sets, check)
     explained = call.explain(ours.sets[0])
     rivals, missing = model_peers.find(session, call, sets, check)
-    spec = RowSpec("models", kernel_of(call, explained), ours, rivals)
+    kernel = backward_kernel(explained) if call.backward else explained.plan.kernel
+    spec = RowSpec("models", kernel, ours, rivals)
     rows = gpu.contest(session, call.case, [spec], gpu.MICROSECONDS, required=missing)
     return [row | _columns(call, explained, row["value"]) for row in rows]
 
@@ -90,13 +90,6 @@ def our_candidate(call: ModelCall, sets: list[Inputs], check: GpuAccuracyCheck) 
         lengths = (call.call.keys,) * call.call.batch
         sets = [in_pages(inputs, lengths, call.call.page_size) for inputs in sets]
     return GpuCandidate("onchip", call.ours(), sets, check, ours=True, parameters=parameters)
-
-
-def kernel_of(call: ModelCall, explained: Explanation) -> str:
-    """The backward of a call may run another kernel than its forward."""
-    if not call.backward:
-        return explained.plan.kernel
-    return plan(explained.problem, explained.device, backward=True).kernel
 
 
 def _columns(call: ModelCall, explained: Explanation, us: float) -> Row:

@@ -1,19 +1,16 @@
 """What `python -m benchmarks models` prints at its end, draws, and puts into the documents."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.memory_report import Sheet, Sheets, print_sheets
-from benchmarks.plots import model_ratios
+from benchmarks.plots import layer_title, model_ratios
 from onchip.cli.bench.harness import Row
-from onchip.cli.bench.plots import RC
+from onchip.cli.bench.plots import write
 
 PASSES = ("forward", "backward", "prefill", "decode")
 SENTENCE = 90  # characters of a refusal
-
-
-def title(row: Row) -> str:
-    return f"{row['model']}, {row['layer']}" if row["layer"] else row["model"]
 
 
 def passes_sheet(rows: list[Row]) -> Sheet:
@@ -22,7 +19,7 @@ def passes_sheet(rows: list[Row]) -> Sheet:
     """
     cells: dict[str, dict[str, Row]] = {}
     for row in rows:
-        cells.setdefault(title(row), {})[row["pass"]] = row
+        cells.setdefault(layer_title(row), {})[row["pass"]] = row
     body = []
     for name, of in cells.items():
         shown = [_cell(of[way]) if way in of else "" for way in PASSES]
@@ -51,7 +48,7 @@ def refusals_sheet(rows: list[Row]) -> Sheet:
     for row in rows:
         for peer, sentence in row["refusals"].items():
             at = found.setdefault((peer, _shorten(sentence)), {})
-            at.setdefault(title(row), []).append(row["pass"])
+            at.setdefault(layer_title(row), []).append(row["pass"])
     named = lambda at: "; ".join(f"{name} ({', '.join(ways)})" for name, ways in at.items())
     return ["peer", "refusal", "calls"], [[*key, named(at)] for key, at in sorted(found.items())]
 
@@ -70,13 +67,4 @@ TITLES = {
 def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> None:
     print_sheets(console, rows, SHEETS, TITLES)
     if picture:
-        plot(rows, picture)
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Ratios, as `plots.model_ratios` draws them."""
-    import matplotlib
-
-    with matplotlib.rc_context(RC):
-        figure = model_ratios(rows)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        write(picture, partial(model_ratios, rows))

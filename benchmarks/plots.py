@@ -85,13 +85,17 @@ def curves(rows: list[Row]):
     return figure
 
 
+def layer_title(row: Row) -> str:
+    """The model of a row, and the kind of its layer if it has several."""
+    return f"{row['model']}, {row['layer']}" if row["layer"] else row["model"]
+
+
 def model_ratios(rows: list[Row]):
     """A panel for each pass, a bar for each model: the ratio to the best peer, in its colour."""
     rows = [row for row in rows if row["bench"] == "models" and row["ratio"] is not None]
     if not rows:
         raise ValueError("there are no models with a peer in these results")
-    title = lambda row: f"{row['model']}, {row['layer']}" if row["layer"] else row["model"]
-    titles = list(dict.fromkeys(map(title, rows)))
+    titles = list(dict.fromkeys(map(layer_title, rows)))
     passes = list(dict.fromkeys(row["pass"] for row in rows))
     figure = paper(1.6 + 2.2 * len(passes), 1.2 + 0.2 * len(titles))
     panels = figure.subplots(1, len(passes), sharey=True, squeeze=False)[0]
@@ -99,8 +103,8 @@ def model_ratios(rows: list[Row]):
         for peer in dict.fromkeys(row["best_peer"] for row in rows):
             chosen = [r for r in rows if (r["pass"], r["best_peer"]) == (name, peer)]
             label, color = PEERS.get(peer, (peer, "#999999"))
-            places, ratios = [titles.index(title(r)) for r in chosen], [r["ratio"] for r in chosen]
-            axes.barh(places, ratios, color=color, label=label)
+            places = [titles.index(layer_title(r)) for r in chosen]
+            axes.barh(places, [r["ratio"] for r in chosen], color=color, label=label)
         axes.axvline(1.0, color="#333333", linewidth=0.8)
         axes.set_title(name)
         axes.set_xlabel("speed over the best peer's")

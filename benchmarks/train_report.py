@@ -1,12 +1,13 @@
 """What `python -m benchmarks train` prints at its end, draws, and puts into the documents."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.memory_report import Sheet, Sheets, print_sheets
 from benchmarks.plots import curves
 from onchip.cli.bench.harness import Row
-from onchip.cli.bench.plots import RC
+from onchip.cli.bench.plots import write
 
 NAMES = {"gpt2": "GPT-2 medium", "llama": "Llama 1.1B", "bert": "BERT-large"}
 KINDS = {"train": "", "train padded": ", packed against padded", "train packed": ", both packed"}
@@ -67,13 +68,4 @@ TITLES = {"models": "Steps of training", "curves": "Loss curves, same weights an
 def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> None:
     print_sheets(console, rows, SHEETS, TITLES)
     if picture:
-        plot(rows, picture)
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Loss curves, as `plots.curves` draws them."""
-    import matplotlib
-
-    with matplotlib.rc_context(RC):
-        figure = curves(rows)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        write(picture, partial(curves, rows))

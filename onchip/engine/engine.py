@@ -306,11 +306,13 @@ class Engine:
 
     def _make_draft(self, draft: Model) -> DraftModelProposer:
         limits, size = self.limits, self.cache.spec.page_size
-        for name in ("vocab_size", "max_seqlen"):
-            own = getattr(draft.config, name)
-            needed = self.model.config.vocab_size if name == "vocab_size" else limits.max_model_len
-            if own < needed or (own > needed and name == "vocab_size"):
-                raise ValueError(f"the draft model has {name}={own}, this one needs {needed}")
+        refusal = "the draft model has {}={}, this one needs {}"
+        own, needed = draft.config.vocab_size, self.model.config.vocab_size
+        if own != needed:
+            raise ValueError(refusal.format("vocab_size", own, needed))
+        own, needed = draft.config.max_seqlen, limits.max_model_len
+        if own < needed:
+            raise ValueError(refusal.format("max_seqlen", own, needed))
         cache = KVCache(
             draft.cache_spec(size),
             self.cache.pool.num_pages,

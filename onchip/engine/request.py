@@ -195,6 +195,11 @@ class Sample:
     packed_tokens: bytearray = field(default_factory=bytearray)
     accepted_logprobs: list[float] = field(default_factory=list)
 
+    def row_after(self, drafts: Sequence[int]) -> "Sample":
+        """The sample as if these drafts were its last tokens, for the sampler."""
+        ids = [*self.token_ids, *drafts]
+        return Sample(self.request, self.index, ids, rng_key=self.rng_key)
+
     @property
     def status(self) -> Status:
         return self.end or self.request.status

@@ -20,6 +20,7 @@ from onchip.cli.bench.gpu import GpuCandidate, Inputs, RowSpec, Sampled
 from onchip.cli.bench.harness import Case, Inaccurate, Row, Rows, Session, Threshold, worst_cell
 from onchip.cli.bench.scores import Scores
 from onchip.core.dispatch import plan
+from onchip.core.explain import Explanation
 from onchip.testing import MODEL_MIN_ELEMENTS, Report, Verdict, max_error, rmse, ulp
 
 SDPA = ("cudnn", "fa2")
@@ -95,6 +96,10 @@ def kernel_of(inputs: Inputs, options: dict) -> str:
     forward.
     """
     explained = onchip.explain(*(x.detach().requires_grad_() for x in inputs[:3]), **options)
+    return backward_kernel(explained)
+
+
+def backward_kernel(explained: Explanation) -> str:
     return plan(explained.problem, explained.device, backward=True).kernel
 
 

@@ -36,12 +36,21 @@ def draw(document: dict[str, Any], path: Path) -> None:
 
 def save(document: dict[str, Any], path: Path, figure_of: Callable[[list[Row]], Any]) -> None:
     """Write figure_of(rows) of a results file, with the caption, in the style of all pictures."""
+
+    def make_figure() -> Any:
+        figure = figure_of(document["rows"])
+        figure.text(0.5, 0.005, caption(document["meta"]), ha="center", fontsize=7, color="#555555")
+        return figure
+
+    write(path, make_figure)
+
+
+def write(path: Path, make_figure: Callable[[], Any]) -> None:
+    """Write a figure that is made in the style of all pictures."""
     import matplotlib
 
     with matplotlib.rc_context(RC):
-        figure = figure_of(document["rows"])
-        figure.text(0.5, 0.005, caption(document["meta"]), ha="center", fontsize=7, color="#555555")
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        make_figure().savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def caption(meta: dict[str, Any]) -> str:

@@ -46,12 +46,6 @@ class DraftSequence:
                 return i
         return most
 
-    def as_row(self) -> Sample:
-        """The sample after its drafts, for the sampler."""
-        owner = self.owner
-        ids = [*owner.token_ids, *self.drafts]
-        return Sample(owner.request, owner.index, ids, rng_key=owner.rng_key)
-
 
 class DraftModelProposer:
     """model: with the vocabulary of the target. cache: its pages. max_tokens: most tokens of one of
@@ -132,7 +126,9 @@ class DraftModelProposer:
             return
         ids = [t for d in drafting for t in d.sequence.tokens[d.sequence.computed :]]
         logits = self._compute(drafting, ids)
-        metadata = make_sampling_metadata([d.as_row() for d in drafting], self.cache.device)
+        metadata = make_sampling_metadata(
+            [d.owner.row_after(d.drafts) for d in drafting], self.cache.device
+        )
         for draft, token in zip(drafting, sample(logits, metadata).token.tolist(), strict=True):
             draft.drafts.append(token)
 

@@ -26,16 +26,8 @@ def rows_for_sampler(step: ScheduledStep) -> list[Sample]:
 
 
 def _draft_rows(chunk: Chunk) -> list[Sample]:
-    sample, drafts = chunk.sample, chunk.drafts
-    return [
-        Sample(
-            sample.request,
-            sample.index,
-            [*sample.token_ids, *drafts[: i + 1]],
-            rng_key=sample.rng_key,
-        )
-        for i in range(len(drafts))
-    ]
+    drafts = chunk.drafts
+    return [chunk.sample.row_after(drafts[: i + 1]) for i in range(len(drafts))]
 
 
 def accept(drafts: Sequence[int], sampled: Sequence[SampledToken]) -> Sequence[SampledToken]:

@@ -29,9 +29,7 @@ from onchip.engine.tokenizer import Tokenizer
 COMPILE_S = 0.75
 COMPILE_BYTES = 512 << 20
 CACHED_GRAMMARS = 64
-KEEP_FAILURE_S = (
-    60.0  # repeating a refused schema costs nothing; later the machine may be less busy
-)
+KEEP_FAILURE_S = 60.0  # repeating a refused schema costs nothing; later it is tried again
 THREADS = 2
 
 

@@ -17,6 +17,7 @@ MAX_CHOICES = 1024
 # a bound a model can write blanks until its max_tokens.
 BLANKS = r"( |\n {0,32})"
 MAX_REGEX_STATES = 20_000  # a mask over more takes seconds
+_FORMATS = frozenset({"text", "json_object", "json_schema"})
 
 
 class Grammar(NamedTuple):
@@ -43,14 +44,15 @@ class StructuredOutputsParams:
 
 def parse_grammar(response_format: Any, structured_outputs: Any) -> Grammar | None:
     """The grammar of a request; None if its text is free. ValueError: it is not one."""
-    asked = _of_response_format(response_format) | _of_structured_outputs(structured_outputs)
-    if not asked:
+    formats = _of_response_format(response_format)
+    wanted = formats | _of_structured_outputs(structured_outputs)
+    if not wanted:
         return None
-    if len(asked) > 1 or (_is_structured(response_format) and structured_outputs is not None):
+    if len(wanted) > 1 or (formats and structured_outputs is not None):
         raise ValueError(
-            f"one kind of structured output is served at a time, not {' and '.join(sorted(asked))}"
+            f"one kind of structured output is served at a time, not {' and '.join(sorted(wanted))}"
         )
-    ((kind, value),) = asked.items()
+    ((kind, value),) = wanted.items()
     if kind in ("json", "json_object"):
         return Grammar("json", _schema_text(value if kind == "json" else {"type": "object"}))
     if kind == "choice":
@@ -59,10 +61,6 @@ def parse_grammar(response_format: Any, structured_outputs: Any) -> Grammar | No
     if kind == "regex":
         _check_regex(value)
     return Grammar(kind, value)
-
-
-def _is_structured(response_format: Any) -> bool:
-    return bool(_of_response_format(response_format))
 
 
 def _of_response_format(value: Any) -> dict[str, Any]:
@@ -82,9 +80,6 @@ def _of_response_format(value: Any) -> dict[str, Any]:
     return {"json": described["schema"]}
 
 
-_FORMATS = frozenset({"text", "json_object", "json_schema"})
-
-
 def _of_structured_outputs(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
@@ -96,12 +91,12 @@ def _of_structured_outputs(value: Any) -> dict[str, Any]:
         raise ValueError(
             f"structured_outputs.{min(unknown):.60} is not served: {', '.join(names)} are"
         )
-    asked = {name: entry for name, entry in given.items() if entry not in (None, False)}
-    if not asked:
+    wanted = {name: entry for name, entry in given.items() if entry not in (None, False)}
+    if not wanted:
         raise ValueError(f"structured_outputs needs one of {', '.join(names)}")
-    if asked.get("json_object") not in (None, True):
-        raise ValueError(f"json_object={asked['json_object']!r:.60} must be True or False")
-    return asked
+    if wanted.get("json_object") not in (None, True):
+        raise ValueError(f"json_object={wanted['json_object']!r:.60} must be True or False")
+    return wanted
 
 
 def _schema_text(schema: Any) -> str:
