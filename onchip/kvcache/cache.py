@@ -69,7 +69,7 @@ class KVCache:
     copied, written and read in the order of that stream.
 
     offload_pages: pages of host memory for sequences that are longer than the pool. `open` one with
-    host_pages, then `offload` its first pages when others need theirs.
+    offload_pages, then `offload` its first pages when others need theirs.
     """
 
     max_seqlen: int
@@ -126,17 +126,17 @@ class KVCache:
         return self.pages.scales(layer)
 
     def open(
-        self, tokens: abc.Sequence[int] = (), *, salt: str = "", host_pages: int = 0
+        self, tokens: abc.Sequence[int] = (), *, salt: str = "", offload_pages: int = 0
     ) -> Sequence | NoRoom:
         """A sequence that starts with the cached prefix of the prompt `tokens` under this salt, or
         an empty one. Append the rest of the prompt, tokens[sequence.length:]: at least one token.
-        host_pages: pages of host memory to reserve, for `offload`.
+        offload_pages: pages of host memory to reserve, for `offload`.
         """
         tokens = _ids(tokens)
         self._check_fits(len(tokens))
         if not self.host_table.free_rows:
             return NoRoom(1, 0, "sequences")
-        root, host_range = self.prefix.root(salt), self._reserve_host(host_pages)
+        root, host_range = self.prefix.root(salt), self._reserve_host(offload_pages)
         if isinstance(host_range, NoRoom):
             return host_range
         hit = self.prefix.match(tokens, root) if self.prefix_reuse and tokens else _MISS
@@ -286,7 +286,7 @@ class KVCache:
         """
         table, held = self.resident(sequence), sequence.host_range
         if held is None:
-            raise ValueError("the sequence was opened without host_pages")
+            raise ValueError("the sequence was opened without offload_pages")
         full = (sequence.computed - sequence.host_tokens) // self.spec.page_size
         count = min(as_int("num_pages", num_pages), full, held.capacity - held.num_pages)
         if count > 0:
@@ -307,8 +307,13 @@ class KVCache:
         """Pages of host memory for sequences that are longer than the pool."""
         return 0 if self.offloaded is None else self.offloaded.capacity
 
+    @property
+    def num_offloaded(self) -> int:
+        """Pages in host memory now."""
+        return 0 if self.offloaded is None else self.offloaded.num_used
+
     def can_reserve_host(self, num_pages: int) -> bool:
-        """Whether `open` with this many host_pages would find them."""
+        """Whether `open` with this many offload_pages would find them."""
         num_pages = as_int("num_pages", num_pages)
         return self.offloaded is not None and self.offloaded.find_gap(num_pages) is not None
 
@@ -452,10 +457,10 @@ class KVCache:
         return tuple(prefixes)
 
     def _reserve_host(self, num_pages: int) -> HostRange | NoRoom | None:
-        if not as_int("host_pages", num_pages):
+        if not as_int("offload_pages", num_pages):
             return None
         if self.offloaded is None:
-            raise ValueError(f"host_pages={num_pages}, but the cache has no offload_pages")
+            raise ValueError(f"offload_pages={num_pages}, but the cache has no offload_pages")
         return self.offloaded.reserve(int(num_pages))
 
     def _check_fits(self, length: int) -> None:

@@ -85,7 +85,7 @@ class Rig:
             "sequences": lambda: few(lambda: chance.choice(some)),
             "num_tokens": lambda: chance.randrange(-1, 7),
             "num_pages": lambda: chance.randrange(-1, 3),
-            "host_pages": lambda: chance.choice([0, 0, 0, 5, 41]),
+            "offload_pages": lambda: chance.choice([0, 0, 0, 5, 41]),
             "length": lambda: chance.randrange(-1, 6),
             "counts": lambda: few(lambda: chance.randrange(-1, 7)),
             "lengths": lambda: few(lambda: chance.randrange(0, 6)),
