@@ -565,6 +565,7 @@ class Scheduler:
                 host_is_full or not self._kv.can_reserve_host(request)
             ):
                 host_is_full = True
+                self._check_host_is_held(request)
             elif grammar is None or (grammar.is_ready and grammar.error is None):
                 return request
             elif grammar.is_ready:
@@ -573,6 +574,13 @@ class Scheduler:
                 self.fail(request, str(grammar.error))
                 self._record_event("ended", request)
         return None
+
+    def _check_host_is_held(self, request: Request) -> None:
+        """Fail a long request that waits for host memory which no other request will release."""
+        swapped = [r for r in self._waiting if r.host_group]
+        if not any(r.is_long for r in (*self._running, *swapped)):
+            needed = request.offload_pages
+            self._fail_now(request, f"{needed} pages of host memory needed, no such range is free")
 
     def _make_resident(self, request: Request) -> bool:
         """Bring a waiting request onto the device. If no request runs it must succeed: swapped
