@@ -245,8 +245,7 @@ class Scheduler:
             self._kv.synchronize()  # all requests wait for pages of swap-outs under way
             plan = self._build_plan()
         self._schedule_drafts(plan)
-        self._step = self._make_step(plan)
-        self._pacer.record(any(r.is_long for r in plan.chunks), self._step.streamed_pages)
+        self._step = self._make_step(plan, self._record_long(plan))
         self._events.clear()
         return self._step
 
@@ -422,12 +421,20 @@ class Scheduler:
                 return
             plan.add_drafts(chunk, drafts)
 
-    def _make_step(self, plan: _Plan) -> ScheduledStep:
+    def _record_long(self, plan: _Plan) -> int:
+        """Tell the pacer about the long requests of a step. Return the pages that it streams."""
+        if not self._offload_pages:
+            return 0
+        joined = [request for request in plan.chunks if request.is_long]
+        streamed_pages = sum(map(self._kv.num_offloaded, joined))
+        self._pacer.record(bool(joined), streamed_pages)
+        return streamed_pages
+
+    def _make_step(self, plan: _Plan, streamed_pages: int) -> ScheduledStep:
         chunks, speculator = plan.list_chunks(), self._speculator
         events = {name: tuple(listed) for name, listed in self._events.items()}
         speculates = speculator is not None and speculator.needs_tokens(chunks)
-        streamed = sum([self._kv.num_offloaded(r) for r in plan.chunks if r.is_long])
-        return ScheduledStep(chunks, speculates=speculates, streamed_pages=streamed, **events)
+        return ScheduledStep(chunks, speculates=speculates, streamed_pages=streamed_pages, **events)
 
     def _schedule_decodes(self, plan: _Plan) -> None:
         """Schedule one token for each sample that lacks exactly one, with one call to the cache if

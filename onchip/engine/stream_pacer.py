@@ -22,7 +22,7 @@ class StreamingCosts:
 
     page_bytes: int
     link_bytes_per_s: float = 50e9
-    time_share: float = 0.1
+    time_share: float = 1 / 12
 
     def step_s(self, num_pages: int) -> float:
         """Seconds in which a step streams these pages."""

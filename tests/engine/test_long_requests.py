@@ -6,7 +6,6 @@ import pytest
 
 from onchip.core.problem import UnsupportedError
 from onchip.engine import (
-    LLM,
     BeamSearchParams,
     RejectedRequest,
     Request,
@@ -194,8 +193,6 @@ def test_what_never_fits_is_rejected(tiny):
         assert "exceed the 53 tokens" in one.add(TEXT[:150], GREEDY).reason
     with pytest.raises(UnsupportedError, match="cannot be offloaded"):
         tiny.engine(**SMALL, kv_dtype="int8")
-    with pytest.raises(ValueError, match="kv_offloading_size=-1 must be"):
-        LLM("tiny", kv_offloading_size=-1)
 
 
 def test_max_tokens_by_default(tiny):
