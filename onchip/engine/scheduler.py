@@ -678,7 +678,7 @@ def _decode_chunks(request: Request) -> list[Chunk]:
     """The chunks of a request whose samples lack at most one token each; otherwise none. A long
     request has none here.
     """
-    if request.is_long:
+    if request.offload_pages:
         return []
     if (single_sample := request.single_sample) is not None:
         start, stop = single_sample.sequence.computed, single_sample.target_length

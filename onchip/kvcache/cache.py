@@ -205,8 +205,8 @@ class KVCache:
 
     def append_tokens(self, sequence: Sequence, tokens: abc.Sequence[int]) -> None:
         """Set the ids of the first reserved tokens without ids."""
-        self.resident(sequence)
-        ids, free = pack_token_ids(tokens), sequence.length - len(sequence.tokens)
+        ids, slots = pack_token_ids(tokens), self.resident(sequence).length + sequence.host_tokens
+        free = slots - len(sequence.tokens)
         if len(ids) > free:
             raise ValueError(f"{len(ids)} ids for {free} reserved tokens")
         sequence.tokens += ids
