@@ -142,8 +142,8 @@ class KVManager:
         )
 
     def offload(self, requests: Iterable[Request], num_pages: int) -> bool:
-        """Copy at least num_pages pages of long requests to the host, as far as they have any, the
-        first of these requests first. Return whether any page was copied.
+        """Copy num_pages pages of long requests to the host, or as many as they have, the first of
+        these requests first. Return whether any page was copied.
         """
         moved = 0
         for sample in [s for r in requests if r.is_long for s in r.resident]:

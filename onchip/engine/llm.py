@@ -39,11 +39,10 @@ class LLM:
     None for the model's own. block_size: slots of a page. swap_space: GiB of host memory for
     preempted requests. kv_offloading_size: GiB of host memory for requests that are longer than the
     cache, whose first pages stream from there in each of their steps; 0: these are rejected. dtype:
-    "auto" for the checkpoint's own. kv_dtype: "fp8" (e4m3) or "int8" for
-    8-bit pages, of which twice as many fit; None for dtype. seed: for requests without one.
-    enforce_eager: use no CUDA graphs. num_pages: pages of the cache; None for as many as fit.
-    speculative_config: a dict with the names of `SpeculativeConfig`; outputs do not change, see
-    docs/engine.md.
+    "auto" for the checkpoint's own. kv_dtype: "fp8" (e4m3) or "int8" for 8-bit pages, of which
+    twice as many fit; None for dtype. seed: for requests without one. enforce_eager: use no CUDA
+    graphs. num_pages: pages of the cache; None for as many as fit. speculative_config: a dict with
+    the names of `SpeculativeConfig`; outputs do not change, see docs/engine.md.
 
     tensor_parallel_size: torchrun starts this many processes, which all make the same calls. All
     ranks must decide alike, so nothing may depend on time: no swapping, no graphs, and metrics

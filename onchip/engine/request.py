@@ -378,8 +378,8 @@ class Request:
     @property
     def takes_drafts(self) -> bool:
         """Its drafts can be verified: not those of a beam search, which samples nothing, nor those
-        of a grammar, whose mask follows one token at a time. A long request gets none: its steps
-        wait for the link, and drafts for many keys would wait with them.
+        of a grammar, whose mask follows one token at a time, nor those of a long request, which the
+        cache of a draft model cannot hold.
         """
         return not self.beams and self.params.grammar is None and not self.is_long
 

@@ -34,14 +34,14 @@ nothing.
 A request with a grammar waits until the grammar is compiled, and others overtake it meanwhile.
 
 A long request has more tokens than the pool has slots. It reserves host memory for all of its pages
-when it is admitted; until some is free, all requests but other long ones overtake it. While it
-runs, its first pages move to the host whenever a request lacks pages, so it preempts no other
-request as long as it holds a page itself. Its steps last as long as these pages stream to the
-device: `StreamPacer` decides which steps it joins. It is scheduled after all running requests.
+when it is admitted; until some is free, all requests but other long ones overtake it. Whenever a
+request lacks pages, full pages of long requests move to the host before anything is preempted. A
+step with a long request lasts as long as these pages stream to the device: `StreamPacer` decides
+which steps it joins.
 
 Progress: while a request is ready and no step is in flight, every step computes at least one token.
-Each request fits into the pool alone (checked in `add`), the first running request is never
-preempted for another, and swapped requests free the pages they share if it needs them.
+Each request that is not long fits into the pool alone (checked in `add`), the first running request
+is never preempted for another, and swapped requests free the pages they share if it needs them.
 """
 
 import math
@@ -568,26 +568,32 @@ class Scheduler:
         host_is_full = False
         for request in self._waiting:
             grammar = request.grammar
-            if self._kv.lacks_host_range(request) and (
-                host_is_full or not self._kv.can_reserve_host(request)
-            ):
-                host_is_full = True
-                self._check_host_is_held(request)
-            elif grammar is None or (grammar.is_ready and grammar.error is None):
+            needs_host = self._kv.lacks_host_range(request)
+            if needs_host and not host_is_full:
+                host_is_full = self._waits_for_host(request)
+            if request.finished or (needs_host and host_is_full):
+                continue
+            if grammar is None or (grammar.is_ready and grammar.error is None):
                 return request
-            elif grammar.is_ready:
+            if grammar.is_ready:
                 for sample in request.samples:
                     sample.finish(Status.FINISHED_ERROR, grammar.error)
                 self.fail(request, str(grammar.error))
                 self._record_event("ended", request)
         return None
 
-    def _check_host_is_held(self, request: Request) -> None:
-        """Fail a long request that waits for host memory which no other request will release."""
+    def _waits_for_host(self, request: Request) -> bool:
+        """Whether a long request waits for host memory that another one holds. It fails if no other
+        does: otherwise it would wait forever.
+        """
+        if self._kv.can_reserve_host(request):
+            return False
         swapped = [r for r in self._waiting if r.host_group]
-        if not any(r.is_long for r in (*self._running, *swapped)):
-            needed = request.offload_pages
-            self._fail_now(request, f"{needed} pages of host memory needed, no such range is free")
+        if any(r.is_long for r in (*self._running, *swapped)):
+            return True
+        needed = request.offload_pages
+        self._fail_now(request, f"{needed} pages of host memory needed, no such range is free")
+        return False
 
     def _make_resident(self, request: Request) -> bool:
         """Bring a waiting request onto the device. If no request runs it must succeed: swapped

@@ -230,9 +230,15 @@ class KVCache:
         return Sequence(self, table, sequence.tokens.copy(), chain, row)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Drop the tokens from `length` on, which must be on the device."""
-        length = as_int("length", length)
-        self.pool.truncate(self.resident(sequence), length - sequence.host_tokens)
+        """Drop the tokens from `length` on. Those in host memory cannot be dropped."""
+        table, length, on_host = (
+            self.resident(sequence),
+            as_int("length", length),
+            sequence.host_tokens,
+        )
+        if 0 <= length < on_host:
+            raise ValueError(f"{length=} would drop some of {on_host} tokens in host memory")
+        self.pool.truncate(table, length - on_host)
         sequence.computed = min(sequence.computed, length)
         del sequence.tokens[length:]
         del sequence.chain.keys[length // self.spec.page_size :]

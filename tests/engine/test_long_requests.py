@@ -171,11 +171,11 @@ def test_a_long_request_waits_for_host_memory_and_others_overtake_it(tiny):
 def test_host_memory_that_never_becomes_free_is_an_error(tiny):
     with tiny.engine(**SMALL) as one:
         taken = one.cache.offloaded.reserve(20)
-        (long,) = add(one, LONG[:1])
+        long, shorter = add(one, [LONG[0], LONG[2]])
         short = add(one, SHORT[:1])
         while one.has_work:
             one.step()
-        assert long.status is Status.FINISHED_ERROR
+        assert long.status is Status.FINISHED_ERROR and shorter.status is Status.FINISHED_LENGTH
         assert long.error.startswith("56 pages of host memory needed, no such range is free")
         assert short[0].status.finish_reason in ("stop", "length")
         one.cache.offloaded.release(taken)
