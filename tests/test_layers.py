@@ -146,6 +146,7 @@ TORCH_FREE = (
     *("kvcache/pool.py", "kvcache/prefix.py"),
     *(f"engine/{name}.py" for name in ("sampling_params", "request", "request_queue", "step")),
     *(f"engine/{name}.py" for name in ("preemption_costs", "beam_search", "kv_manager")),
+    "engine/stream_pacer.py",
     *(f"engine/{name}.py" for name in ("scheduler", "detokenizer", "tokenizer")),
     *(f"engine/{name}.py" for name in ("tokenizer_components", "chat_template")),
     *(f"engine/{name}.py" for name in ("text_worker_main", "text_worker_pool")),

@@ -37,6 +37,7 @@ from onchip.engine.speculation.speculator import Speculator
 from onchip.engine.speculation.verify import count_accepted
 from onchip.engine.stats import EngineStats, StatsRecorder
 from onchip.engine.step import Limits, RejectedRequest
+from onchip.engine.stream_pacer import StreamingCosts
 from onchip.engine.structure.compiler import GrammarCompiler, PendingGrammar, wait_for_any
 from onchip.engine.tokenizer import Tokenizer
 from onchip.kvcache import HostTier, KVCache, Spec
@@ -74,8 +75,9 @@ class Engine:
 
     num_pages: pages on the device; page 0 is the null page and never used. kv_dtype: "fp8" or
     "int8" for 8-bit pages, None for the model's dtype. host_pages: pages of host memory for
-    preempted requests; 0: they are always recomputed. eos_token_ids: None for those of the
-    tokenizer and the model. seed: for requests without one; None: a new one each time.
+    preempted requests; 0: they are always recomputed. offload_pages: pages of host memory for
+    requests that are longer than num_pages; 0: these are rejected. eos_token_ids: None for those of
+    the tokenizer and the model. seed: for requests without one; None: a new one each time.
     speculative_config: options of speculative decoding. draft_model: its model, if it has one; the
     draft's cache has as many pages as this one's, in its own dtype.
     """
@@ -99,6 +101,7 @@ class Engine:
         page_size: int = 16,
         kv_dtype: str | None = None,
         host_pages: int = 0,
+        offload_pages: int = 0,
         prefix_caching: bool = True,
         eos_token_ids: Sequence[int] | None = None,
         seed: int | None = None,
@@ -115,9 +118,11 @@ class Engine:
             max_seqs=limits.max_num_seqs,
             max_seqlen=limits.max_model_len,
             prefix_reuse=prefix_caching,
+            offload_pages=offload_pages,
         )
         self.tier = HostTier(self.cache, host_pages) if host_pages else None
         self.costs = PreemptionCosts(spec.page_bytes) if host_pages else None
+        self._streaming = StreamingCosts(spec.page_bytes)
         self._draft = None if draft_model is None else self._make_draft(draft_model)
         self._speculator = _make_speculator(model, spec, speculative_config, self._draft)
         self._clock = execution.clock
@@ -130,7 +135,7 @@ class Engine:
         self._collected_at = 0.0
         self._seed, self._num_accepted = random.Random(seed).getrandbits(62), 0
         self._names = count()
-        self._recorder = StatsRecorder(self.cache.pool, spec.page_bytes)
+        self._recorder = StatsRecorder(self.cache, spec.page_bytes)
         self._failed: str | None = None
         self._inconsistent = False
         self._aborted: dict[str, RequestOutput] = {}  # ended by an interrupt, not reported yet
@@ -242,7 +247,7 @@ class Engine:
             with self._changing_state():
                 outputs = [*self._aborted.values(), *self._run_step()]
                 self._aborted.clear()
-                self._recorder.record_turn(self.scheduler, self.cache.pool, started)
+                self._recorder.record_turn(self.scheduler, self.cache, started)
         except Exception as error:
             raise self._fail(error) from error
         return outputs
@@ -331,6 +336,7 @@ class Engine:
             tier=self.tier,
             costs=self.costs,
             speculator=self._speculator,
+            streaming=self._streaming,
             clock=self._clock,
         )
         self._output_processor = OutputProcessor(self.tokenizer, self.scheduler.stop)
@@ -388,10 +394,13 @@ class Engine:
         )
 
     def _observe(self, in_flight: InFlightStep, num_generated: int, waited_s: float) -> None:
-        """Record a collected step, and the prefill rate if it mostly prefilled."""
+        """Record a collected step, the rate of streaming if it streamed pages, and the prefill rate
+        if it mostly prefilled.
+        """
         now, tokens = time.monotonic(), in_flight.step.num_tokens - in_flight.step.num_drafts
         seconds, self._collected_at = now - max(self._collected_at, in_flight.launched_at), now
         self._recorder.count_step(in_flight.step, num_generated, waited_s)
+        self._streaming.observe(in_flight.step.streamed_pages, seconds)
         if self.costs is not None and tokens >= _MOSTLY_PREFILL * len(in_flight.step.chunks):
             self.costs.observe(tokens, seconds)
 

@@ -25,7 +25,7 @@ class PagePool(Protocol):
 
 class PagedCache(Protocol):
     """The interface of a cache that the scheduler needs; `onchip.kvcache.KVCache` implements it. A
-    sequence has `computed`, `length`, `tokens` and `hit_tokens`.
+    sequence has `computed`, `length`, `tokens`, `hit_tokens` and `host_tokens`.
     """
 
     max_seqs: int
@@ -33,7 +33,9 @@ class PagedCache(Protocol):
 
     @property
     def pool(self) -> PagePool: ...
-    def open(self, tokens: Sequence[int], *, salt: str) -> Any: ...
+    @property
+    def offload_pages(self) -> int: ...
+    def open(self, tokens: Sequence[int], *, salt: str, offload_pages: int) -> Any: ...
     def reserve_all(self, sequences: Sequence[Any], counts: Sequence[int]) -> NoRoom | None: ...
     def reserve_each(self, sequences: Sequence[Any]) -> NoRoom | None: ...
     def append_tokens(self, sequence: Any, tokens: Sequence[int]) -> None: ...
@@ -41,6 +43,8 @@ class PagedCache(Protocol):
     def truncate(self, sequence: Any, length: int) -> None: ...
     def commit_all(self, sequences: Sequence[Any], lengths: Sequence[int]) -> None: ...
     def free(self, sequence: Any) -> None: ...
+    def offload(self, sequence: Any, num_pages: int) -> int: ...
+    def can_reserve_host(self, num_pages: int) -> bool: ...
 
 
 class SwapTier(Protocol):
@@ -137,6 +141,39 @@ class KVManager:
             [chunk.sample.sequence for chunk in chunks], [chunk.stop for chunk in chunks]
         )
 
+    def offload(self, requests: Iterable[Request], num_pages: int) -> bool:
+        """Copy num_pages pages of long requests to the host, or as many as they have, the first of
+        these requests first. Return whether any page was copied.
+        """
+        moved = 0
+        for sample in [s for r in requests if r.is_long for s in r.resident]:
+            if moved < num_pages:
+                moved += self._cache.offload(sample.sequence, num_pages - moved)
+        return moved > 0
+
+    def make_room(self, sample: Sample, num_tokens: int) -> int:
+        """Offload pages of a long request until it has slots for its next num_tokens tokens. Return
+        how many of them have slots.
+        """
+        size, sequence = self._cache.pool.page_size, sample.sequence
+        unused = -sequence.length % size  # slots of its last page
+        lacking = -(-(num_tokens - unused) // size) - self.num_free
+        if lacking > 0:
+            self.offload([sample.request], lacking)
+        return min(num_tokens, unused + self.num_free * size)
+
+    def lacks_host_range(self, request: Request) -> bool:
+        """Whether a waiting request must reserve host memory. A swapped one has kept its own."""
+        return request.is_long and request.host_group is None
+
+    def can_reserve_host(self, request: Request) -> bool:
+        return self._cache.can_reserve_host(request.offload_pages)
+
+    def num_offloaded(self, request: Request) -> int:
+        """Pages of a running request that are in host memory."""
+        size = self._cache.pool.page_size
+        return sum(sample.sequence.host_tokens for sample in request.resident) // size
+
     def fork(self, parent: Sample, child: Sample) -> bool:
         """Fork the parent's sequence for the child. Return False if the batch has no free row."""
         sequence = self._cache.fork(parent.sequence)
@@ -193,7 +230,7 @@ class KVManager:
         """Copy a request to the host. Return None if the host is full or recomputing is cheaper."""
         sequences = [s.sequence for s in request.resident]
         longest = max((s.computed for s in sequences), default=0)
-        pages = request.pages(self._cache.pool.page_size, longest)
+        pages = request.pages(self._cache.pool.page_size, longest) - self.num_offloaded(request)
         if self._tier is None or not longest or pages > self._tier.capacity:
             return None
         shared = min(longest, len(request.prompt_token_ids))
@@ -219,7 +256,9 @@ class KVManager:
         """Open the sequence of the first sample, starting with its cached prefix."""
         if num_running and self._last_misfit == (request, self.num_free):
             return False  # no page was freed since the last attempt
-        sequence = self._cache.open(_cacheable_tokens(request), salt=request.salt)
+        sequence = self._cache.open(
+            _cacheable_tokens(request), salt=request.salt, offload_pages=request.offload_pages
+        )
         if isinstance(sequence, NoRoom):
             return False
         if num_running and not self._fits(request, sequence, num_running):
@@ -234,6 +273,8 @@ class KVManager:
         still gets one more page. Prompts admitted without this reserve would be preempted again
         soon.
         """
+        if request.is_long:
+            return num_running < self.num_free  # it offloads its own pages while it grows
         size = self._cache.pool.page_size
         need = request.pages(size, request.unfinished[0].length + 1) - -(-sequence.length // size)
         return need + num_running <= self.num_free

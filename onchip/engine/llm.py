@@ -37,11 +37,12 @@ class LLM:
     a model of `onchip.models`; other families run through transformers, slower. tokenizer: another
     folder or Hub id, or a Tokenizer. max_model_len: tokens of prompt and continuation together;
     None for the model's own. block_size: slots of a page. swap_space: GiB of host memory for
-    preempted requests. dtype: "auto" for the checkpoint's own. kv_dtype: "fp8" (e4m3) or "int8" for
-    8-bit pages, of which twice as many fit; None for dtype. seed: for requests without one.
-    enforce_eager: use no CUDA graphs. num_pages: pages of the cache; None for as many as fit.
-    speculative_config: a dict with the names of `SpeculativeConfig`; outputs do not change, see
-    docs/engine.md.
+    preempted requests. kv_offloading_size: GiB of host memory for requests that are longer than the
+    cache, whose first pages stream from there in each of their steps; 0: these are rejected. dtype:
+    "auto" for the checkpoint's own. kv_dtype: "fp8" (e4m3) or "int8" for 8-bit pages, of which
+    twice as many fit; None for dtype. seed: for requests without one. enforce_eager: use no CUDA
+    graphs. num_pages: pages of the cache; None for as many as fit. speculative_config: a dict with
+    the names of `SpeculativeConfig`; outputs do not change, see docs/engine.md.
 
     tensor_parallel_size: torchrun starts this many processes, which all make the same calls. All
     ranks must decide alike, so nothing may depend on time: no swapping, no graphs, and metrics
@@ -60,6 +61,7 @@ class LLM:
         max_model_len: int | None = None,
         block_size: int = 16,
         swap_space: float = 4,
+        kv_offloading_size: float = 0,
         dtype: str | torch.dtype = "auto",
         kv_dtype: str | None = None,
         seed: int | None = 0,
@@ -82,6 +84,9 @@ class LLM:
         limits = Limits(max_model_len or longest, max_num_batched_tokens, max_num_seqs)
         graphs = ranks.is_single and not enforce_eager
         spec = loaded.cache_spec(block_size, kv_dtype)
+        offload_pages = memory.offload_pages(spec, kv_offloading_size)
+        if offload_pages and not ranks.is_single:
+            raise ValueError(f"{kv_offloading_size=} is not served with {tensor_parallel_size=}")
         if num_pages is None:
             share, paging = gpu_memory_utilization, memory.Paging(block_size, kv_dtype)
             rows = 1 + (speculation.num_speculative_tokens if speculation else 0)
@@ -94,6 +99,7 @@ class LLM:
                     graphs=graphs,
                     rows_per_seq=rows,
                     draft=draft,
+                    offloads=offload_pages > 0,
                 )
             )
         self.engine = Engine(
@@ -104,6 +110,7 @@ class LLM:
             page_size=block_size,
             kv_dtype=kv_dtype,
             host_pages=memory.host_pages(spec, swap_space, num_pages) if ranks.is_single else 0,
+            offload_pages=offload_pages,
             prefix_caching=enable_prefix_caching,
             eos_token_ids=_eos(model),
             seed=seed,

@@ -10,6 +10,7 @@ from onchip.engine.engine import Engine, ExecutionConfig
 from onchip.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from onchip.engine.step import Limits
 from onchip.kvcache import Spec
+from onchip.kvcache.offload import SEGMENT_BYTES
 from onchip.kvcache.swap import CHUNK_BYTES
 from onchip.models import Model
 
@@ -43,16 +44,19 @@ def device_pages(
     graphs: bool = True,
     rows_per_seq: int = 1,
     draft: Model | None = None,
+    offloads: bool = False,
 ) -> int:
     """Pages for a cache: the part of `utilization` of a GPU's memory that is left, or a quarter of
     the free host memory, but never more than max_num_seqs sequences of max_model_len can fill.
     graphs: whether steps will be recorded. rows_per_seq: rows of logits that a sequence may have in
-    a step; several with drafts. draft: a model whose cache has as many pages.
+    a step; several with drafts. draft: a model whose cache has as many pages. offloads: pages will
+    stream from host memory.
     """
     spec = model.cache_spec(*paging)
     most = 1 + limits.max_num_seqs * -(-limits.max_model_len // paging.page_size)
     if model.device.type == "cuda":
         free_bytes = _free_gpu_bytes(model, limits, paging, utilization, graphs, rows_per_seq)
+        free_bytes -= 2 * SEGMENT_BYTES if offloads else 0
     else:
         free_bytes = int(_HOST_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if draft is not None:
@@ -81,6 +85,13 @@ def host_pages(spec: Spec, swap_space: float, num_pages: int) -> int:
     if not swap_space >= 0:
         raise ValueError(f"{swap_space=} must be a number of GiB from 0 on")
     return min(spec.pages_in(int(swap_space * 2**30)), num_pages)
+
+
+def offload_pages(spec: Spec, kv_offloading_size: float) -> int:
+    """Pages in kv_offloading_size GiB."""
+    if not kv_offloading_size >= 0:
+        raise ValueError(f"{kv_offloading_size=} must be a number of GiB from 0 on")
+    return spec.pages_in(int(kv_offloading_size * 2**30))
 
 
 def _free_gpu_bytes(

@@ -103,7 +103,8 @@ class ModelRunner:
 
     def _launch(self, step: ScheduledStep) -> InFlightStep:
         started, prompts, sampled = time.monotonic(), [], None
-        graphs = self._graphs
+        # A graph reads pages only: the segments of offloaded pages are copied by the host's code.
+        graphs = None if self._reads_host(step) else self._graphs
         if graphs is not None and _is_decode_only(step):
             hidden = graphs.replay(step, _int32_tensor(_token_ids(step.chunks)))
         elif (
@@ -130,6 +131,10 @@ class ModelRunner:
         if in_flight.sampled is None:
             return []
         return in_flight.sampled.to_tokens([sample for _, sample in in_flight.step.rows_to_sample])
+
+    def _reads_host(self, step: ScheduledStep) -> bool:
+        """Whether a sequence of the step has pages in host memory."""
+        return bool(self._cache.offload_pages) and any([s.host_tokens for s in step.sequences])
 
     def _forward(self, step: ScheduledStep) -> tuple[Tensor, list[tuple[Request, SamplerOutput]]]:
         """Hidden states of the rows to sample (forks share one), and requested prompt logprobs."""

@@ -341,6 +341,7 @@ class Request:
         self.single_sample = self.samples[0] if len(self.samples) == 1 and not self.beams else None
         self.max_tokens = params.max_tokens or 0  # 0: set by the scheduler
         self.host_group: Any = None  # its sequences on the host while SWAPPED
+        self.offload_pages = 0  # to reserve in host memory; set by the scheduler
         self.order_key: tuple[float, int] = (0.0, 0)  # position in both queues, set once
         self.prompt: str | None = None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -377,9 +378,15 @@ class Request:
     @property
     def takes_drafts(self) -> bool:
         """Its drafts can be verified: not those of a beam search, which samples nothing, nor those
-        of a grammar, whose mask follows one token at a time.
+        of a grammar, whose mask follows one token at a time, nor those of a long request, which the
+        cache of a draft model cannot hold.
         """
-        return not self.beams and self.params.grammar is None
+        return not self.beams and self.params.grammar is None and not self.is_long
+
+    @property
+    def is_long(self) -> bool:
+        """It is longer than the pool, and reserves host memory."""
+        return self.offload_pages > 0
 
     @property
     def max_seqs(self) -> int:

@@ -33,9 +33,15 @@ nothing.
 
 A request with a grammar waits until the grammar is compiled, and others overtake it meanwhile.
 
+A long request has more tokens than the pool has slots. It reserves host memory for all of its pages
+when it is admitted; until some is free, all requests but other long ones overtake it. Whenever a
+request lacks pages, full pages of long requests move to the host before anything is preempted. A
+step with a long request lasts as long as these pages stream to the device: `StreamPacer` decides
+which steps it joins.
+
 Progress: while a request is ready and no step is in flight, every step computes at least one token.
-Each request fits into the pool alone (checked in `add`), the first running request is never
-preempted for another, and swapped requests free the pages they share if it needs them.
+Each request that is not long fits into the pool alone (checked in `add`), the first running request
+is never preempted for another, and swapped requests free the pages they share if it needs them.
 """
 
 import math
@@ -54,8 +60,10 @@ from onchip.engine.request_queue import RequestQueue
 from onchip.engine.speculation.speculator import SpeculationStats, Speculator
 from onchip.engine.speculation.verify import split_rows
 from onchip.engine.step import Chunk, Limits, RejectedRequest, ScheduledStep
+from onchip.engine.stream_pacer import StreamingCosts, StreamPacer
 from onchip.kvcache.pool import NoRoom
 
+_OFFLOADED_TO_ADMIT = 32  # pages of long requests that are offloaded before each new attempt
 _ELSEWHERE = "though no other request holds any: the cache is used from elsewhere"
 
 
@@ -88,7 +96,8 @@ class _Plan:
 class Scheduler:
     """Call `add`, then `schedule` and `update` in turns; or, to overlap steps, `schedule`,
     `mark_launched` and later `apply_tokens`. The scheduler owns cache and tier. Without tier and
-    costs, preempted requests are always recomputed. speculator: adds drafts to steps.
+    costs, preempted requests are always recomputed. speculator: adds drafts to steps. streaming:
+    costs of pages in host memory; None: they cost no time.
     """
 
     limits: Limits
@@ -104,6 +113,7 @@ class Scheduler:
         tier: SwapTier | None = None,
         costs: PreemptionCosts | None = None,
         speculator: Speculator | None = None,
+        streaming: StreamingCosts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         if limits.max_num_seqs > cache.max_seqs:
@@ -114,7 +124,9 @@ class Scheduler:
             raise ValueError("a tier needs costs to choose by, and costs need a tier")
         self.limits, self.clock, self._speculator = limits, clock, speculator
         self._pool, self._max_seqlen = cache.pool, cache.max_seqlen
+        self._offload_pages = cache.offload_pages
         self._kv = KVManager(cache, tier, costs)
+        self._pacer = StreamPacer(streaming or StreamingCosts(0), clock)
         self.totals = Counter[str]()  # events of all steps, by name
         self.num_cached_tokens = 0  # of prompts, found in the cache when they were first scheduled
         self._requests: dict[str, Request] = {}
@@ -159,8 +171,8 @@ class Scheduler:
         if request.request_id in self._requests or request.order_key[1]:
             raise ValueError(f"request {request.request_id!r} was added before")
         if not request.max_tokens:
-            remaining = self.limits.max_model_len - len(request.prompt_token_ids)
-            request.max_tokens = max(1, remaining)
+            request.max_tokens = self._default_max_tokens(len(request.prompt_token_ids))
+        request.offload_pages = self._offload_pages_for(request)
         if reason := self._check_feasible(request) or self._check_queue_limits(request):
             return reason
         now, number = self.clock(), next(self._numbers) + 1
@@ -233,7 +245,7 @@ class Scheduler:
             self._kv.synchronize()  # all requests wait for pages of swap-outs under way
             plan = self._build_plan()
         self._schedule_drafts(plan)
-        self._step = self._make_step(plan)
+        self._step = self._make_step(plan, self._record_long(plan))
         self._events.clear()
         return self._step
 
@@ -317,6 +329,24 @@ class Scheduler:
         tokens = sum(len(r.prompt_token_ids) for r in waiting)
         _check_invariant(tokens == self._queued_tokens, "the count of queued tokens")
 
+    def _default_max_tokens(self, prompt: int) -> int:
+        """As many as max_model_len leaves. With host memory, a prompt that fits into the pool ends
+        there: otherwise all requests without max_tokens would be long ones.
+        """
+        end, in_pool = self.limits.max_model_len, self._pool.capacity * self._pool.page_size + 1
+        if self._offload_pages:
+            end = min(end, in_pool if prompt < in_pool else self._max_seqlen + 1)
+        return max(1, end - prompt)
+
+    def _offload_pages_for(self, request: Request) -> int:
+        """The pages of a long request; 0 if the request fits into the pool, or has no host memory
+        because there is none or it has several samples.
+        """
+        length = len(request.prompt_token_ids) + request.max_tokens - 1
+        pages = request.pages(self._pool.page_size, length)
+        is_long = pages > self._pool.capacity and request.single_sample is not None
+        return pages if is_long and pages <= self._offload_pages else 0
+
     def _check_feasible(self, request: Request) -> RejectedRequest | None:
         """Reject a request that can never run: otherwise it would block the queue forever."""
         prompt, limits, pool = len(request.prompt_token_ids), self.limits, self._pool
@@ -332,10 +362,11 @@ class Scheduler:
                 f"{request.max_seqs} samples exceed max_num_seqs={limits.max_num_seqs}"
             )
         pages = request.pages(pool.page_size, total - 1)  # the last token is never computed
-        if pages > pool.capacity:
+        if pages > pool.capacity and not request.is_long:
+            host = f"; of host memory it has {self._offload_pages}, for single samples"
             return RejectedRequest(
                 f"{request.max_seqs} x {total} tokens may need {pages} pages, the cache has"
-                f" {pool.capacity} in all"
+                f" {pool.capacity} in all{host if self._offload_pages else ''}"
             )
         return None
 
@@ -371,9 +402,14 @@ class Scheduler:
         plan = _Plan(self.limits.max_num_batched_tokens)
         self._schedule_decodes(plan)
         for request in self._running if len(plan.chunks) < len(self._running) else ():
-            if request.status is Status.RUNNING and request not in plan.chunks:
+            is_ready = request.status is Status.RUNNING and not request.is_long
+            if is_ready and request not in plan.chunks:
                 self._schedule_request(request, plan)
+        if self._pacer.is_due:
+            self._schedule_long(plan)
         self._admit_waiting(plan)
+        if not plan.chunks:
+            self._schedule_long(plan)
         return plan
 
     def _schedule_drafts(self, plan: _Plan) -> None:
@@ -385,11 +421,20 @@ class Scheduler:
                 return
             plan.add_drafts(chunk, drafts)
 
-    def _make_step(self, plan: _Plan) -> ScheduledStep:
+    def _record_long(self, plan: _Plan) -> int:
+        """Tell the pacer about the long requests of a step. Return the pages that it streams."""
+        if not self._offload_pages:
+            return 0
+        joined = [request for request in plan.chunks if request.is_long]
+        streamed_pages = sum(map(self._kv.num_offloaded, joined))
+        self._pacer.record(bool(joined), streamed_pages)
+        return streamed_pages
+
+    def _make_step(self, plan: _Plan, streamed_pages: int) -> ScheduledStep:
         chunks, speculator = plan.list_chunks(), self._speculator
         events = {name: tuple(listed) for name, listed in self._events.items()}
         speculates = speculator is not None and speculator.needs_tokens(chunks)
-        return ScheduledStep(chunks, speculates=speculates, **events)
+        return ScheduledStep(chunks, speculates=speculates, streamed_pages=streamed_pages, **events)
 
     def _schedule_decodes(self, plan: _Plan) -> None:
         """Schedule one token for each sample that lacks exactly one, with one call to the cache if
@@ -417,17 +462,41 @@ class Scheduler:
             if not self._free_pages_for(request, full, plan):
                 return
 
+    def _schedule_long(self, plan: _Plan) -> None:
+        """Schedule the running long requests."""
+        for request in self._running if self._offload_pages else ():
+            if request.is_long and request.status is Status.RUNNING:
+                self._schedule_long_request(request, plan)
+
+    def _schedule_long_request(self, request: Request, plan: _Plan) -> None:
+        """Reserve slots for as many of the next tokens of a long request as find some, after its
+        own first pages were offloaded. It preempts requests behind it only if it finds none.
+        """
+        while wanted := list(request.next_tokens(plan.budget)):
+            (sample, num_tokens), full = wanted[0], NoRoom(1, 0)
+            if count := self._kv.make_room(sample, num_tokens):
+                full = self._kv.append([(sample, count)])
+                if full is None:
+                    plan.add({request: _make_chunks(request, [(sample, count)])})
+                    return
+            plan.blocked = True
+            if not self._free_pages_for(request, full, plan):
+                return
+
     def _free_pages_for(self, request: Request, full: NoRoom, plan: _Plan) -> bool:
         """Preempt a request. Return True to try again, False to skip this request in this step."""
         if full.needed - full.free <= self._pages_swapping_out():
             return False  # wait for copies under way: preempting more would empty the device
+        if self._kv.offload(reversed(self.running), full.needed - full.free):
+            return True
         last = self._running[-1]
         if last is not request:
             plan.drop(last)
             self._preempt(last)
             return True
         if len(self._running) > 1:
-            self._preempt(request)
+            if not request.is_long:  # a long one holds too few pages to be worth it
+                self._preempt(request)
             return False
         if self._drop_last_swapped():
             return True
@@ -485,16 +554,25 @@ class Scheduler:
                 request.num_cached_tokens = request.unfinished[0].sequence.hit_tokens
                 self.num_cached_tokens += request.num_cached_tokens
                 request.metrics = replace(request.metrics, first_scheduled_s=self.clock())
-            self._schedule_request(request, plan)
+            if request.is_long:
+                self._schedule_long_request(request, plan)
+            else:
+                self._schedule_request(request, plan)
 
     def _next_to_admit(self) -> Request | None:
-        """The first waiting request, except those whose grammar is still being compiled: others
-        overtake them. A request whose grammar is refused ends.
+        """The first waiting request, except those whose grammar is still being compiled and long
+        ones without host memory: others overtake them. A request whose grammar is refused ends.
         """
-        if self._waiting and self._waiting[0].grammar is None:
+        if self._waiting and self._waiting[0].grammar is None and not self._waiting[0].is_long:
             return self._waiting[0]
+        host_is_full = False
         for request in self._waiting:
             grammar = request.grammar
+            needs_host = self._kv.lacks_host_range(request)
+            if needs_host and not host_is_full:
+                host_is_full = self._waits_for_host(request)
+            if request.finished or (needs_host and host_is_full):
+                continue
             if grammar is None or (grammar.is_ready and grammar.error is None):
                 return request
             if grammar.is_ready:
@@ -504,12 +582,27 @@ class Scheduler:
                 self._record_event("ended", request)
         return None
 
+    def _waits_for_host(self, request: Request) -> bool:
+        """Whether a long request waits for host memory that another one holds. It fails if no other
+        does: otherwise it would wait forever.
+        """
+        if self._kv.can_reserve_host(request):
+            return False
+        swapped = [r for r in self._waiting if r.host_group]
+        if any(r.is_long for r in (*self._running, *swapped)):
+            return True
+        needed = request.offload_pages
+        self._fail_now(request, f"{needed} pages of host memory needed, no such range is free")
+        return False
+
     def _make_resident(self, request: Request) -> bool:
         """Bring a waiting request onto the device. If no request runs it must succeed: swapped
         requests free the pages they share, and if that does not suffice the request fails.
         """
         away = request.host_group
         while not self._kv.make_resident(request, self._num_running_seqs()):
+            if self._kv.offload(reversed(self.running), _OFFLOADED_TO_ADMIT):
+                continue
             if self._running or self._pages_swapping_out():
                 return False
             if not self._drop_last_swapped():
@@ -588,7 +681,11 @@ class Scheduler:
 
 
 def _decode_chunks(request: Request) -> list[Chunk]:
-    """The chunks of a request whose samples lack at most one token each; otherwise none."""
+    """The chunks of a request whose samples lack at most one token each; otherwise none. A long
+    request has none here.
+    """
+    if request.offload_pages:
+        return []
     if (single_sample := request.single_sample) is not None:
         start, stop = single_sample.sequence.computed, single_sample.target_length
         return [Chunk(single_sample, start, stop, (single_sample,))] if stop - start == 1 else []

@@ -7,7 +7,7 @@ from onchip.engine.request import Request
 from onchip.engine.scheduler import Scheduler
 from onchip.engine.speculation.speculator import SpeculationStats
 from onchip.engine.step import ScheduledStep
-from onchip.kvcache import Pool
+from onchip.kvcache import KVCache
 
 _REFRESH_S = 0.2  # maximum age of statistics that visit all requests
 
@@ -17,9 +17,11 @@ class EngineStats:
     """An engine at the end of a step. page_bytes: of one page, all layers. pages_free: available
     pages, of which pages_cached hold a prefix; pages_shared: pages saved by sharing. request_pages:
     pages by running request. The last two visit all requests and are up to 0.2 s old while there is
-    work. tokens_*: since the start; prefilled tokens are those without a sampled row, counted each
-    time they are computed. waited_s: total time spent waiting for the device. last_step_s: its
-    duration; last_step_at: its end, by time.monotonic(). speculation: None without drafts.
+    work. pages_offloaded: pages of long requests in host memory, which has pages_offloadable.
+    pages_streamed: such pages that all steps read. tokens_*: since the start; prefilled tokens are
+    those without a sampled row, counted each time they are computed. waited_s: total time spent
+    waiting for the device. last_step_s: its duration; last_step_at: its end, by time.monotonic().
+    speculation: None without drafts.
     """
 
     running: int = 0
@@ -30,6 +32,9 @@ class EngineStats:
     pages_cached: int = 0
     pages_shared: int = 0
     request_pages: dict[str, int] = field(default_factory=dict)
+    pages_offloadable: int = 0
+    pages_offloaded: int = 0
+    pages_streamed: int = 0
     tokens_generated: int = 0
     tokens_prefilled: int = 0
     tokens_cached: int = 0
@@ -47,10 +52,14 @@ class StatsRecorder:
 
     latest: EngineStats
 
-    def __init__(self, pool: Pool, page_bytes: int):
+    def __init__(self, cache: KVCache, page_bytes: int):
         self._refreshed_at = 0.0
-        free = pool.num_free
-        self.latest = EngineStats(pages_total=pool.capacity, page_bytes=page_bytes, pages_free=free)
+        self.latest = EngineStats(
+            pages_total=cache.pool.capacity,
+            page_bytes=page_bytes,
+            pages_free=cache.pool.num_free,
+            pages_offloadable=cache.offload_pages,
+        )
 
     def count_step(self, step: ScheduledStep, num_generated: int, waited_s: float) -> None:
         """Count a collected step, its new tokens and the time spent waiting for it."""
@@ -60,18 +69,20 @@ class StatsRecorder:
             tokens_generated=old.tokens_generated + num_generated,
             tokens_prefilled=old.tokens_prefilled + step.num_tokens - step.num_drafts - num_sampled,
             steps=old.steps + 1,
+            pages_streamed=old.pages_streamed + step.streamed_pages,
             waited_s=old.waited_s + waited_s,
         )
 
-    def record_turn(self, scheduler: Scheduler, pool: Pool, started_at: float) -> None:
+    def record_turn(self, scheduler: Scheduler, cache: KVCache, started_at: float) -> None:
         """Record the state at the end of an `Engine.step` that began at started_at."""
-        now = time.monotonic()
+        now, pool = time.monotonic(), cache.pool
         self.latest = replace(
             self.latest,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             pages_free=pool.num_free,
             pages_cached=pool.num_cached,
+            pages_offloaded=cache.num_offloaded,
             tokens_cached=scheduler.num_cached_tokens,
             preempted_by_swap=scheduler.totals["swapped_out"],
             preempted_by_recompute=scheduler.totals["recomputed"],

@@ -67,7 +67,8 @@ class ScheduledStep:
 
     swapped_out, swapped_in, recomputed: requests that were swapped, or lost their pages, since the
     last step. ended: requests that expired or failed since the last step. speculates: a sample has
-    drafts, or may have some in the next step.
+    drafts, or may have some in the next step. streamed_pages: pages of long requests that it reads
+    from host memory.
     """
 
     chunks: tuple[Chunk, ...]
@@ -76,6 +77,7 @@ class ScheduledStep:
     recomputed: tuple[Request, ...] = ()
     ended: tuple[Request, ...] = ()
     speculates: bool = False
+    streamed_pages: int = 0
 
     @property
     def sequences(self) -> list[Any]:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from onchip.kvcache import paged_batch as batches
+from onchip.kvcache.offload import HostRange, OffloadMemory
 from onchip.kvcache.page_tensors import LayerScales, PageTensors, Spec
-from onchip.kvcache.paged_batch import BatchShape, HostTable, Members, PagedBatch
+from onchip.kvcache.paged_batch import BatchShape, HostPrefix, HostTable, Members, PagedBatch
 from onchip.kvcache.pool import NoRoom, PageTable, Pool, as_int, as_ints
 from onchip.kvcache.prefix import Chain, Hit, PrefixIndex, pack_token_ids
 
@@ -31,6 +32,8 @@ class Sequence:
     tokens: the known token ids; fewer than `length` where slots are reserved for unknown ids.
     computed: tokens with keys and values in the cache (`KVCache.commit`). hit_tokens: tokens that
     `KVCache.open` reused from the cache; copied_tokens of them were copied from a partial page.
+    host_range: host memory for its first pages, if it may exceed the pool; host_tokens of its
+    tokens are there, and the table has the others.
     """
 
     cache: "KVCache"
@@ -42,6 +45,8 @@ class Sequence:
     hit_tokens: int = 0
     copied_tokens: int = 0
     pending_transfer: PendingTransfer | None = None
+    host_range: HostRange | None = None
+    host_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.computed = self.table.length
@@ -49,7 +54,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens that have a slot, computed or not."""
-        return self.table.length
+        return self.host_tokens + self.table.length
 
     def __repr__(self) -> str:
         return f"Sequence({self.computed} of {self.length} tokens computed, {self.table})"
@@ -62,6 +67,9 @@ class KVCache:
     `commit`. A call returns `NoRoom` and changes nothing if no page or no row for one more sequence
     is free. A request that never fits is a ValueError. All calls use the current stream: pages are
     copied, written and read in the order of that stream.
+
+    offload_pages: pages of host memory for sequences that are longer than the pool. `open` one with
+    offload_pages, then `offload` its first pages when others need theirs.
     """
 
     max_seqlen: int
@@ -69,6 +77,7 @@ class KVCache:
     pool: Pool
     prefix: PrefixIndex
     host_table: HostTable
+    offloaded: OffloadMemory | None
 
     def __init__(
         self,
@@ -78,14 +87,16 @@ class KVCache:
         max_seqs: int = 256,
         max_seqlen: int = DEFAULT_MAX_SEQLEN,
         prefix_reuse: bool = True,
+        offload_pages: int = 0,
     ):
         if max_seqs < 1 or max_seqlen < 1:
             raise ValueError(f"{max_seqs=} and {max_seqlen=} must be at least 1")
         self.spec = spec
         self.pool = Pool(num_pages, spec.page_size)
         self.max_seqs = max_seqs
-        self.max_seqlen = min(max_seqlen, self.pool.capacity * spec.page_size)
+        self.max_seqlen = min(max_seqlen, max(self.pool.capacity, offload_pages) * spec.page_size)
         self.pages = PageTensors(spec, self.pool)
+        self.offloaded = OffloadMemory(self.pages, offload_pages) if offload_pages else None
         self.prefix_reuse = prefix_reuse
         self.reset()
 
@@ -95,7 +106,9 @@ class KVCache:
         """
         self.pool = self.pages.pool = Pool(self.pool.num_pages, self.spec.page_size)
         self.prefix = PrefixIndex(self.pool)
-        width = -(-self.max_seqlen // self.spec.page_size)
+        if self.offloaded is not None:
+            self.offloaded.reset()
+        width = min(-(-self.max_seqlen // self.spec.page_size), self.pool.capacity)
         self.host_table = HostTable(self.max_seqs, width)
 
     @property
@@ -112,21 +125,26 @@ class KVCache:
         """
         return self.pages.scales(layer)
 
-    def open(self, tokens: abc.Sequence[int] = (), *, salt: str = "") -> Sequence | NoRoom:
+    def open(
+        self, tokens: abc.Sequence[int] = (), *, salt: str = "", offload_pages: int = 0
+    ) -> Sequence | NoRoom:
         """A sequence that starts with the cached prefix of the prompt `tokens` under this salt, or
         an empty one. Append the rest of the prompt, tokens[sequence.length:]: at least one token.
+        offload_pages: pages of host memory to reserve, for `offload`.
         """
         tokens = _ids(tokens)
         self._check_fits(len(tokens))
         if not self.host_table.free_rows:
             return NoRoom(1, 0, "sequences")
-        root = self.prefix.root(salt)
+        root, host_range = self.prefix.root(salt), self._reserve_host(offload_pages)
+        if isinstance(host_range, NoRoom):
+            return host_range
         hit = self.prefix.match(tokens, root) if self.prefix_reuse and tokens else _MISS
         table = self.pool.adopt(hit.pages)
         copied = 0 if hit.source is None else self._copy_partial_page(table, hit.source, hit.copied)
         cached = tokens[: table.length]
         chain, row = Chain(root, hit.keys), self._assign_row(table)
-        return Sequence(self, table, cached, chain, row, len(cached), copied)
+        return Sequence(self, table, cached, chain, row, len(cached), copied, host_range=host_range)
 
     def append(self, sequence: Sequence, tokens: abc.Sequence[int]) -> NoRoom | None:
         """Allocate slots for tokens that are computed next. None on success."""
@@ -137,7 +155,8 @@ class KVCache:
     ) -> NoRoom | None:
         """`append` to many sequences, all or none, with one batch of page copies."""
         ids = [_ids(more) for more in tokens]
-        lengths = [t.length for t in self._residents(sequences)]
+        self._residents(sequences)
+        lengths = [s.length for s in sequences]
         if full := self.reserve_all(sequences, [len(more) for more in ids]):
             return full
         for sequence, length, more in zip(sequences, lengths, ids, strict=True):
@@ -160,8 +179,8 @@ class KVCache:
         counts = as_ints("num_tokens", counts)
         size = self.spec.page_size
         places = [t.length // size for t in tables]
-        for table, count in zip(tables, counts, strict=False):
-            self._check_fits(table.length + count)
+        for sequence, count in zip(sequences, counts, strict=False):
+            self._check_fits(sequence.length + count)
         copies = self.pool.extend_all(tables, counts)
         if isinstance(copies, NoRoom):
             return copies
@@ -186,7 +205,8 @@ class KVCache:
 
     def append_tokens(self, sequence: Sequence, tokens: abc.Sequence[int]) -> None:
         """Set the ids of the first reserved tokens without ids."""
-        ids, free = pack_token_ids(tokens), self.resident(sequence).length - len(sequence.tokens)
+        ids, slots = pack_token_ids(tokens), self.resident(sequence).length + sequence.host_tokens
+        free = slots - len(sequence.tokens)
         if len(ids) > free:
             raise ValueError(f"{len(ids)} ids for {free} reserved tokens")
         sequence.tokens += ids
@@ -196,11 +216,13 @@ class KVCache:
         tokens must be computed: otherwise both sequences would write the same slots.
         """
         table = self.resident(sequence)
-        if sequence.computed < table.length:
+        if sequence.computed < sequence.length:
             raise ValueError(
-                f"{table.length - sequence.computed} tokens are not computed yet: commit or"
+                f"{sequence.length - sequence.computed} tokens are not computed yet: commit or"
                 " truncate them before a fork"
             )
+        if sequence.host_range is not None:
+            raise ValueError("a sequence with pages in host memory cannot be forked")
         if not self.host_table.free_rows:
             return NoRoom(1, 0, "sequences")
         table = self.pool.fork(table)
@@ -208,9 +230,15 @@ class KVCache:
         return Sequence(self, table, sequence.tokens.copy(), chain, row)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Drop the tokens from `length` on."""
-        length = as_int("length", length)
-        self.pool.truncate(self.resident(sequence), length)
+        """Drop the tokens from `length` on. Those in host memory cannot be dropped."""
+        table, length, on_host = (
+            self.resident(sequence),
+            as_int("length", length),
+            sequence.host_tokens,
+        )
+        if 0 <= length < on_host:
+            raise ValueError(f"{length=} would drop some of {on_host} tokens in host memory")
+        self.pool.truncate(table, length - on_host)
         sequence.computed = min(sequence.computed, length)
         del sequence.tokens[length:]
         del sequence.chain.keys[length // self.spec.page_size :]
@@ -219,8 +247,8 @@ class KVCache:
         """Keys and values of the first `length` tokens (default: all) are written in every layer.
         From now on `open` may share them.
         """
-        table = self.resident(sequence)
-        self.commit_all([sequence], [table.length if length is None else length])
+        self.resident(sequence)
+        self.commit_all([sequence], [sequence.length if length is None else length])
 
     def commit_all(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> None:
         """`commit` for many sequences, all or none."""
@@ -233,11 +261,14 @@ class KVCache:
                 " sequence twice"
             )
         for sequence, table, length in zip(sequences, tables, lengths, strict=True):
-            if not sequence.computed <= length <= table.length:
+            slots = sequence.host_tokens + table.length
+            if not sequence.computed <= length <= slots:
                 done = sequence.computed
-                raise ValueError(f"cannot commit {length=}: {done} of {table.length} are computed")
+                raise ValueError(f"cannot commit {length=}: {done} of {slots} are computed")
         for sequence, table, length in zip(sequences, tables, lengths, strict=True):
             sequence.computed = length
+            if sequence.host_tokens:
+                continue  # not published any more
             known = min(length, len(sequence.tokens))
             full = known // size
             # A decode step changes the prefix index only when a page fills up or a page begins.
@@ -252,6 +283,45 @@ class KVCache:
         self._publish(sequence, final=True)
         self.release_row(sequence)
         self.pool.free(table)
+        self.release_host_range(sequence)
+
+    def offload(self, sequence: Sequence, num_pages: int) -> int:
+        """Copy the first pages on the device to the host, and release them: at most num_pages, only
+        full pages of computed tokens. Return their number. From then on the sequence enters no page
+        into the prefix index; those entered before stay valid.
+        """
+        table, held = self.resident(sequence), sequence.host_range
+        if held is None:
+            raise ValueError("the sequence was opened without offload_pages")
+        full = (sequence.computed - sequence.host_tokens) // self.spec.page_size
+        count = min(as_int("num_pages", num_pages), full, held.capacity - held.num_pages)
+        if count > 0:
+            self.offloaded.store(held, table.pages_from(0)[:count])
+            self.pool.drop_first(table, count)
+            sequence.host_tokens += count * self.spec.page_size
+            self.host_table.put(sequence.row, 0, table.pages_from(0))
+        return max(0, count)
+
+    def release_host_range(self, sequence: Sequence) -> None:
+        """Release the host memory of a sequence that is freed."""
+        if sequence.host_range is not None:
+            self.offloaded.release(sequence.host_range)
+            sequence.host_range, sequence.host_tokens = None, 0
+
+    @property
+    def offload_pages(self) -> int:
+        """Pages of host memory for sequences that are longer than the pool."""
+        return 0 if self.offloaded is None else self.offloaded.capacity
+
+    @property
+    def num_offloaded(self) -> int:
+        """Pages in host memory now."""
+        return 0 if self.offloaded is None else self.offloaded.num_used
+
+    def can_reserve_host(self, num_pages: int) -> bool:
+        """Whether `open` with this many offload_pages would find them."""
+        num_pages = as_int("num_pages", num_pages)
+        return self.offloaded is not None and self.offloaded.find_gap(num_pages) is not None
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Write k (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v) of one
@@ -271,7 +341,9 @@ class KVCache:
         stale entries behind the pages of each sequence. extra: int32 numbers that are copied to the
         device with the batch.
         """
-        members = self._members(sequences)
+        members, prefixes = self._members(sequences), self._host_prefixes(sequences)
+        if prefixes and out is not None:
+            raise ValueError("a static batch takes no sequence with pages in host memory")
         num_extra = 0 if extra is None else len(extra)
         shape = batches.shape_of(members, self.spec.page_size, num_extra)
         if out is not None:
@@ -283,7 +355,8 @@ class KVCache:
         if extra is not None:
             staged.extra[:num_extra] = extra
         if out is None:
-            return batches.split_buffer(staged.buffer.to(self.device, non_blocking=True), shape)
+            buffer = staged.buffer.to(self.device, non_blocking=True)
+            return batches.split_buffer(buffer, shape)._replace(host_prefixes=prefixes)
         batches.refill(out, staged, len(members.rows))
         return out
 
@@ -306,6 +379,8 @@ class KVCache:
         """
         self.pool.check()
         self.prefix.check()
+        if self.offloaded is not None:
+            self.offloaded.check()
         rows = self.host_table.free_rows
         if len(set(rows)) != len(rows) or not set(rows) <= set(range(self.max_seqs)):
             raise AssertionError("a row of the host table is free twice")
@@ -366,13 +441,33 @@ class KVCache:
         return num_tokens
 
     def _publish(self, sequence: Sequence, final: bool) -> None:
-        if self.prefix_reuse:
+        if self.prefix_reuse and not sequence.host_tokens:
             length = min(sequence.computed, len(sequence.tokens))
             self.prefix.publish(sequence.table, sequence.tokens, length, sequence.chain, final)
 
     def _members(self, sequences: abc.Sequence[Sequence]) -> Members:
+        """Counted from the first page of each table."""
         lengths = [t.length for t in self._residents(sequences)]
-        return Members([s.row for s in sequences], lengths, [s.computed for s in sequences])
+        computed = [s.computed - s.host_tokens for s in sequences]
+        return Members([s.row for s in sequences], lengths, computed)
+
+    def _host_prefixes(self, sequences: abc.Sequence[Sequence]) -> tuple[HostPrefix, ...]:
+        if self.offloaded is None:
+            return ()
+        prefixes, start = [], 0
+        for s in sequences:
+            stop = start + s.length - s.computed
+            if s.host_tokens:
+                prefixes.append(HostPrefix(s.host_range, s.host_tokens, start, stop, s.computed))
+            start = stop
+        return tuple(prefixes)
+
+    def _reserve_host(self, num_pages: int) -> HostRange | NoRoom | None:
+        if not as_int("offload_pages", num_pages):
+            return None
+        if self.offloaded is None:
+            raise ValueError(f"offload_pages={num_pages}, but the cache has no offload_pages")
+        return self.offloaded.reserve(int(num_pages))
 
     def _check_fits(self, length: int) -> None:
         if length > self.max_seqlen:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.kvcache.offload import HostRange
+
 _ALIGN = 32  # int32 elements: every tensor of a batch starts on a multiple of 128 bytes
 # A static page table of up to this many columns is copied to the device in one piece: 4,096 tokens
 # in pages of 16. Of a wider table only the columns in use are copied, as a strided copy.
@@ -38,6 +40,18 @@ class BatchShape(NamedTuple):
         return list(accumulate((-(-n // _ALIGN) * _ALIGN for n in self.sizes), initial=0))
 
 
+class HostPrefix(NamedTuple):
+    """The first num_tokens tokens of a sequence, which are in host memory. Rows start to stop - 1
+    of the batch are its new tokens; the first of them has the position `computed` in the sequence.
+    """
+
+    held: HostRange
+    num_tokens: int
+    start: int
+    stop: int
+    computed: int
+
+
 class PagedBatch(NamedTuple):
     """One step of a batch: the arguments of `paged_attention` and `KVCache.write`. All tensors are
     int32 views of one buffer; only a static batch has its page table in separate memory.
@@ -45,7 +59,8 @@ class PagedBatch(NamedTuple):
     page_table: (num_seqs, max_pages), undefined behind a sequence's pages; cache_seqlens:
     (num_seqs,), lengths with the new tokens; slot_mapping: (num_tokens,), slots of the new tokens;
     cu_seqlens_q: (num_seqs + 1,), offsets of the new tokens; max_seqlen_q: at least the longest
-    query length; extra: numbers of the caller.
+    query length; extra: numbers of the caller. host_prefixes: of sequences that were offloaded in
+    part. Lengths and slots of these count from the first page in the table.
     """
 
     page_table: Tensor
@@ -55,6 +70,7 @@ class PagedBatch(NamedTuple):
     max_seqlen_q: int
     buffer: Tensor
     extra: Tensor
+    host_prefixes: tuple[HostPrefix, ...] = ()
 
     @property
     def shape(self) -> BatchShape:

@@ -226,6 +226,19 @@ class Pool:
         table._length = length
         self._release(dropped)
 
+    def drop_first(self, table: PageTable, num_pages: int) -> None:
+        """Release the first pages of a table, which are full, and shift it: its tokens are counted
+        from the first page that is left.
+        """
+        pages, num_pages = self._pages_of(table), as_int("num_pages", num_pages)
+        full = table._length // self.page_size
+        if not 0 <= num_pages <= full:
+            raise ValueError(f"{num_pages=} must be between 0 and the table's {full} full pages")
+        dropped = pages[:num_pages]
+        del pages[:num_pages]
+        table._length -= num_pages * self.page_size
+        self._release(dropped)
+
     def free(self, table: PageTable) -> None:
         """Release the pages, last page first, so that a cached sequence loses its tail first."""
         if getattr(table, "_pool", None) is not self:
@@ -318,7 +331,8 @@ class Pool:
         if len(away) != len(tables) or len(set(tables)) != len(tables):
             raise ValueError(f"{len(tables)} tables: each must be swapped out, none twice")
         missing = {~page for table in tables for page in table._pages if page < 0}
-        if missing != set(range(as_int("num_pages", num_pages))):
+        count = len(missing)
+        if count != as_int("num_pages", num_pages) or missing != set(range(count)):
             raise ValueError(f"{num_pages=}, but {len(missing)} pages are swapped out")
         if num_pages > self.num_free:
             return NoRoom(num_pages, self.num_free)

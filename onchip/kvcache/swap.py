@@ -156,8 +156,9 @@ class HostTier:
     def discard(self, group: SequenceGroup) -> None:
         """Free a group wherever its pages are (its request was cancelled)."""
         self._check_member(group)
-        for table in group.tables:
-            self._cache.pool.free(table)
+        for sequence in group.sequences:
+            self._cache.pool.free(sequence.table)
+            self._cache.release_host_range(sequence)
         settled = group.status is SwapStatus.SWAPPED_OUT
         self._remove(group, SwapStatus.DISCARDED)
         if settled:

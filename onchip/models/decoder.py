@@ -18,6 +18,7 @@ from onchip.core.problem import DTYPES
 from onchip.core.values import checks
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models.config import Layer, ModelConfig
+from onchip.models.host_prefix import attend_with_prefixes
 from onchip.models.pointwise import (
     Norms,
     activate,
@@ -54,6 +55,8 @@ class PagedAttend(NamedTuple):
     def read(self, layer: int, q: Tensor, **options: Any) -> Tensor:
         """Attention over the pages, which contain the keys and values of the new tokens already."""
         batch, cache = self
+        if batch.host_prefixes:
+            return attend_with_prefixes(batch, cache, layer, q, **options)
         pages = *cache.layer(layer), batch.page_table, batch.cache_seqlens
         options |= cache.scales(layer)
         if batch.max_seqlen_q == 1 and q.shape[0] == batch.page_table.shape[0]:
@@ -387,6 +390,8 @@ def positions_of(batch: PagedBatch) -> Tensor:
     each = torch.arange(batch.slot_mapping.shape[0], device=starts.device, dtype=torch.int32)
     owner = torch.searchsorted(starts[1:], each, right=True).clamp(max=len(starts) - 2)
     position = each + (batch.cache_seqlens - starts[1:])[owner]
+    for prefix in batch.host_prefixes:
+        position[prefix.start : prefix.stop] += prefix.num_tokens
     return torch.where(each < starts[-1], position, 0).long()
 
 

@@ -86,6 +86,7 @@ def _model(args: SimpleNamespace, speculation: SpeculativeConfig | None) -> LLM:
         block_size=args.page_size,
         num_pages=args.pages or (BUILTIN_PAGES if tiny else None),
         swap_space=args.swap_gib,
+        kv_offloading_size=args.kv_offloading_size,
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
         seed=args.seed,

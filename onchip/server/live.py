@@ -102,6 +102,8 @@ def _counts(stats: Any) -> dict[str, Any]:
             "used": stats.pages_total - stats.pages_free,
             "cached": stats.pages_cached,
             "saved": stats.pages_shared,
+            "offloaded": stats.pages_offloaded,
+            "offloadable": stats.pages_offloadable,
         },
         "tokens": {
             "generated": stats.tokens_generated,

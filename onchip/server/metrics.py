@@ -19,6 +19,8 @@ _GAUGES = {
     "page_bytes": ("Bytes of a page, with the scales of an 8-bit one", lambda s: s.page_bytes),
     "pages_used": ("Pages that running requests hold", lambda s: s.pages_total - s.pages_free),
     "pages_cached": ("Free pages that still hold a prefix", lambda s: s.pages_cached),
+    "pages_offloaded": ("Pages of long requests in host memory", lambda s: s.pages_offloaded),
+    "pages_offloadable": ("Pages of host memory for them", lambda s: s.pages_offloadable),
     "pages_saved": ("Pages that sharing saves", lambda s: s.pages_shared),
     "last_step_seconds": ("How long the last step took", lambda s: s.last_step_s),
 }
@@ -26,6 +28,7 @@ _COUNTERS = {
     "tokens_generated": ("Tokens sampled", lambda s: s.tokens_generated),
     "tokens_prefilled": ("Prompt tokens computed", lambda s: s.tokens_prefilled),
     "tokens_cached": ("Prompt tokens found in the cache", lambda s: s.tokens_cached),
+    "pages_streamed": ("Pages read from host memory", lambda s: s.pages_streamed),
     "preempted_by_swap": ("Preemptions to the host", lambda s: s.preempted_by_swap),
     "preempted_by_recompute": (
         "Preemptions by recomputation",

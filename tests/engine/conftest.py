@@ -107,6 +107,8 @@ class HashEngine:
         ahead=False,
         device="cpu",
         speculator=None,
+        offload_pages=0,
+        streaming=None,
         **limits,
     ):
         spec = Spec(1, 1, 1, 1, page_size, torch.float32, device)
@@ -115,7 +117,13 @@ class HashEngine:
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
         )
-        self.cache = KVCache(spec, num_pages, max_seqs=max_num_seqs, prefix_reuse=prefix_reuse)
+        self.cache = KVCache(
+            spec,
+            num_pages,
+            max_seqs=max_num_seqs,
+            prefix_reuse=prefix_reuse,
+            offload_pages=offload_pages,
+        )
         self.cache.pages.k.fill_(float("nan"))
         self.tier = HostTier(self.cache, host_pages, chunk_pages=1) if host_pages else None
         self.late = late
@@ -129,6 +137,7 @@ class HashEngine:
             tier=self.tier,
             costs=costs,
             speculator=speculator,
+            streaming=streaming,
             clock=lambda: self.now,
         )
         self.ahead, self.in_flight = ahead, None
@@ -147,13 +156,16 @@ class HashEngine:
         pages, size = self.cache.layer(0)[0].view(-1), self.cache.spec.page_size
         table = batch.page_table.cpu()
         assert batch.cu_seqlens_q.diff().tolist() == [chunk.num_tokens for chunk in step.chunks]
-        assert batch.cache_seqlens.tolist() == [chunk.stop for chunk in step.chunks]
-        slots, rows = batch.slot_mapping.tolist(), []
+        prefixes = {prefix.start: prefix for prefix in batch.host_prefixes}
+        slots, rows, first_row = batch.slot_mapping.tolist(), [], 0
         assert len(set(slots)) == len(slots), "two tokens share a slot"
         for row, chunk in enumerate(step.chunks):
-            places = torch.arange(chunk.stop)
+            on_host = self.read_host(prefixes.get(first_row))
+            first_row += chunk.num_tokens
+            places = torch.arange(chunk.stop - len(on_host))
+            assert batch.cache_seqlens[row] == len(places)
             at = table[row, places // size].long() * size + places % size
-            numbers = pages[at.to(pages.device)].tolist()
+            numbers = on_host + pages[at.to(pages.device)].tolist()
             request = chunk.sample.request
             tokens = [*chunk.sample.tokens(chunk.start, chunk.stop), *chunk.drafts]
             if chunk.sample.pending:
@@ -162,11 +174,19 @@ class HashEngine:
             for i, token in zip(range(chunk.start, chunk.stop), tokens, strict=True):
                 numbers[i] = link(request.salt, numbers[i - 1] if i else None, token)
             new, slots = slots[: chunk.num_tokens], slots[chunk.num_tokens :]
-            assert new == at[chunk.start :].tolist()
-            pages[at.to(pages.device)] = torch.tensor(numbers, device=pages.device)
+            assert new == at[chunk.start - len(on_host) :].tolist()
+            pages[at.to(pages.device)] = torch.tensor(numbers[len(on_host) :], device=pages.device)
             ends = range(chunk.stop - len(chunk.drafts), chunk.stop + 1)
             rows += [(numbers[:end], s) for s in chunk.sampled_by for end in ends]
         return self.sample_rows(rows)
+
+    def read_host(self, prefix):
+        """The numbers of a sequence that are in host memory."""
+        if prefix is None:
+            return []
+        numbers = self.cache.offloaded.layer(0, prefix.held)[0].flatten().tolist()
+        assert len(numbers) == prefix.num_tokens
+        return numbers
 
     def sample_rows(self, rows):
         """The next token of each (numbers, sample)."""
@@ -221,6 +241,7 @@ class HashEngine:
         if self.tier:
             self.tier.synchronize()
             assert not self.tier.groups and self.tier.num_free == self.tier.capacity
+        assert not self.cache.offloaded or not self.cache.offloaded.num_reserved
         pool = self.cache.pool
         assert not pool.tables and pool.num_free == pool.capacity
         assert len(self.cache.host_table.free_rows) == self.cache.max_seqs

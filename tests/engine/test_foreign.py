@@ -58,6 +58,14 @@ def test_preemption_changes_no_token(how, gib, saved):
     assert token_ids_of(outputs) == expected("gpt_oss")
 
 
+def test_pages_in_host_memory_change_no_token(saved):
+    """Sinks and windows, in a cache of 20 tokens."""
+    with serve(saved("gpt_oss"), num_pages=6, kv_offloading_size=0.01) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert llm.stats().pages_streamed > 0
+    assert token_ids_of(outputs) == expected("gpt_oss")
+
+
 @torch.no_grad()
 def test_logprobs_forks_and_beams(saved):
     with serve(saved("mixtral")) as llm:

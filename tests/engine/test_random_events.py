@@ -10,6 +10,7 @@ import pytest
 from onchip.engine import BeamSearchParams, RejectedRequest, Request, SamplingParams, Status
 from onchip.engine.speculation.config import SpeculativeConfig
 from onchip.engine.speculation.speculator import Speculator
+from onchip.engine.stream_pacer import StreamingCosts
 
 PREFIXES = [[1] * 9, [1] * 9 + [2] * 8, list(range(3, 20))]
 
@@ -61,9 +62,12 @@ class Blast:
         self.seen = dict.fromkeys(
             ("swapped", "recomputed", "returned", "hit", "beams", "forks", "refused", "ended"), 0
         )
+        self.seen |= {"long": 0, "offloaded": 0}
 
     def prompt(self):
         draw = self.random
+        if self.engine.cache.offloaded and draw.random() < 0.1:
+            return [draw.randrange(2) for _ in range(draw.randrange(40, 130))]  # up to 4 pools
         head = draw.choice(PREFIXES)
         tail = [draw.randrange(3) for _ in range(draw.randrange(1, 6))]
         return head[: draw.randrange(len(head) + 1)] + tail
@@ -130,6 +134,7 @@ class Blast:
         self.seen["recomputed"] += len(step.recomputed)
         self.seen["returned"] += len(step.swapped_in)
         self.seen["ended"] += len(step.ended)
+        self.seen["offloaded"] += step.streamed_pages > 0
         self.judge()
 
     def judge(self):
@@ -138,6 +143,7 @@ class Blast:
             assert all(s.sequence is None and s.finished for s in request.samples)
             self.seen["hit"] += request.num_cached_tokens > 0
             self.seen["beams"] += bool(request.beams)
+            self.seen["long"] += request.is_long and request.status.finish_reason != "abort"
             self.seen["forks"] += len(request.samples) > 1 and not request.beams
             self.compare(request)
 
@@ -177,6 +183,18 @@ SHAPES = {
     "drafts_late": dict(
         num_pages=60, page_size=1, max_num_seqs=4, budget=25, host_pages=60, late=True, drafts=0.7
     ),
+    "long": dict(num_pages=9, page_size=4, max_num_seqs=6, budget=23, offload_pages=70),
+    "long_swapped": dict(
+        num_pages=10, page_size=4, max_num_seqs=5, budget=40, host_pages=30, offload_pages=50
+    ),
+    "long_late": dict(
+        num_pages=36, page_size=1, max_num_seqs=5, budget=9, host_pages=60, late=True, ahead=True
+    )
+    | {"offload_pages": 300, "streaming": StreamingCosts(4, link_bytes_per_s=1e4)},
+    "long_drafts": dict(
+        num_pages=17, page_size=2, max_num_seqs=4, budget=25, ahead=True, drafts=0.7
+    )
+    | {"offload_pages": 90},
     "slow_link": dict(
         num_pages=20, page_size=8, max_num_seqs=7, budget=13, host_pages=9, link_bytes_per_s=9e5
     ),
@@ -202,6 +220,7 @@ def test_any_sequence_of_events_gives_the_outputs_of_a_request_alone(engine, alo
     expected |= {"hit"} if shape != "no_prefixes" else set()
     expected |= {"swapped", "returned"} if "host_pages" in SHAPES[shape] else set()
     expected |= {"accepted", "rejected"} if "drafts" in SHAPES[shape] else set()
+    expected |= {"long", "offloaded"} if "offload_pages" in SHAPES[shape] else set()
     assert all(cases[what] for what in expected), cases
 
 

@@ -99,6 +99,7 @@ def check(one):
 
 def check_empty(one):
     """No page is in use, on the device or on the host, and no request is tracked."""
+    assert not one.cache.offloaded or not one.cache.offloaded.num_reserved
     pool = one.cache.pool
     assert not pool.tables and pool.num_free == pool.capacity
     assert len(one.cache.host_table.free_rows) == one.cache.max_seqs

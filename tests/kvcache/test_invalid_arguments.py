@@ -55,12 +55,13 @@ class Rig:
         self.foreign = self.strange.open()
 
     def _cache(self):
-        return KVCache(Spec(1, 1, 2, page_size=4, dtype=torch.float32), 24, max_seqs=8)
+        spec = Spec(1, 1, 2, page_size=4, dtype=torch.float32)
+        return KVCache(spec, 24, max_seqs=8, offload_pages=40)
 
     def state(self):
         index, cache = self.cache.prefix, self.cache
         handles = [
-            (s.tokens.copy(), s.computed, s.row, s.length, s.chain.keys.copy())
+            (s.tokens.copy(), s.computed, s.row, s.length, s.chain.keys.copy(), s.host_tokens)
             for s in (*self.sequences, self.gone, self.foreign)
         ]
         entries = (
@@ -69,6 +70,7 @@ class Rig:
             index._epoch,
         )
         host = list(self.tier._free_chunks), {f: f.status for f in self.tier.groups}
+        host += ([(r.first, r.capacity, r.num_pages) for r in cache.offloaded._ranges],)
         return pool_state(cache.pool), entries, handles, list(cache.host_table.free_rows), host
 
     def value(self, name):
@@ -82,6 +84,8 @@ class Rig:
             "sequence": lambda: chance.choice(some),
             "sequences": lambda: few(lambda: chance.choice(some)),
             "num_tokens": lambda: chance.randrange(-1, 7),
+            "num_pages": lambda: chance.randrange(-1, 3),
+            "offload_pages": lambda: chance.choice([0, 0, 0, 5, 41]),
             "length": lambda: chance.randrange(-1, 6),
             "counts": lambda: few(lambda: chance.randrange(-1, 7)),
             "lengths": lambda: few(lambda: chance.randrange(0, 6)),
@@ -95,7 +99,8 @@ class Rig:
 
     def step(self):
         owner = self.chance.choice([self.cache, self.cache, self.cache, self.tier])
-        skip = {"reset", "assign_row", "release_row"}  # the last two belong to the host tier
+        # All but the first belong to the host tier.
+        skip = {"reset", "assign_row", "release_row", "release_host_range"}
         self.name = name = self.chance.choice(sorted(set(public(type(owner))) - skip))
         self.count = self.chance.randrange(3)  # the length of every list argument
         args = {n: self.value(n) for n in parameters(getattr(type(owner), name))}
@@ -127,11 +132,12 @@ class Rig:
         pool = self.cache.pool
         assert not pool.tables and pool.num_free == pool.capacity
         assert len(self.cache.host_table.free_rows) == self.cache.max_seqs
+        assert not self.cache.offloaded.num_reserved
 
 
 def test_a_cache_survives_invalid_arguments():
     served, refused = set(), set()
-    for seed in range(12):
+    for seed in range(20):
         rig = Rig(seed)
         for _ in range(150):
             name, good = rig.step()
@@ -147,7 +153,7 @@ def test_a_cache_survives_invalid_arguments():
         "truncate",
         "commit",
     }
-    wanted |= {"commit_all", "free", "view", "reserve_all", "reserve_each", "swap_out"}
+    wanted |= {"commit_all", "free", "view", "reserve_all", "reserve_each", "swap_out", "offload"}
     assert wanted <= served and wanted <= refused
 
 

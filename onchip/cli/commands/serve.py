@@ -89,6 +89,7 @@ def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
     "--page-size", type=POSITIVE, default=16, metavar="N", help="Number of tokens of a page."
 )
 @_limit("--swap-gib", 4.0, "GIB", "Host memory for preempted requests.")
+@_limit("--kv-offloading-size", 0.0, "GIB", "Host memory for requests longer than the cache.")
 @_limit("--gpu-memory-utilization", 0.9, "SHARE", "Share of the GPU's memory, with weights.")
 @click.option("--no-prefix-caching", is_flag=True, help="Share no prefixes between requests.")
 @click.option(

@@ -73,6 +73,8 @@ function numbers() {
     total: whole.format(now.pages.total),
     cached: whole.format(now.pages.cached),
     saved: whole.format(now.pages.saved),
+    offloaded: whole.format(now.pages.offloaded),
+    offloadable: whole.format(now.pages.offloadable),
     hits: short.format((100 * cached) / (prefilled + cached || 1)),
     step: short.format(now.last_step_s * 1000),
     preempted: whole.format(now.preempted),
@@ -80,6 +82,7 @@ function numbers() {
     slots: now.page_size ?? "some",
   };
   for (const [id, text] of Object.entries(texts)) at(id).textContent = text;
+  at("host").hidden = !now.pages.offloadable;
 }
 
 // Size a canvas to its place on the page, in device pixels.
