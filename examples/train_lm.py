@@ -41,7 +41,10 @@ PROMPTS = ("In the beginning ", "And the LORD said unto ", "Blessed are the ")
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and how it is trained: steps of `tokens` tokens, in pieces of at most `context`."""
+    """A model, and how it is trained: steps of `tokens` tokens, in pieces of at most `context`.
+    window: a token sees itself and window - 1 tokens before it, so the model also serves texts that
+    are longer than its context.
+    """
 
     width: int
     inner: int
@@ -52,6 +55,7 @@ class Size:
     tokens: int
     steps: int
     lr: float
+    window: int | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -68,6 +72,9 @@ class Size:
             "tie_word_embeddings": True,
             "eos_token_id": EOS,
         }
+        if self.window is not None:
+            fields |= {"model_type": "mistral", "sliding_window": self.window}
+            fields |= {"max_position_embeddings": SIZES["full"].context}
         return ModelConfig.from_hf(fields)
 
 
@@ -75,6 +82,7 @@ SIZES = {
     "toy": Size(128, 256, 2, 4, 2, 256, 2048, 200, 4e-3),
     "small": Size(256, 704, 4, 4, 1, 2048, 2048, 2500, 2e-3),
     "full": Size(256, 704, 7, 4, 1, 2048, 32768, 900, 3e-3),  # of 2,500, 1,000 were the best
+    "draft": Size(96, 272, 2, 3, 1, 256, 2048, 4000, 4e-3, 64),  # drafts for the full size
 }
 
 
