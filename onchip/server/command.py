@@ -1,6 +1,5 @@
 """`onchip serve`: from options to a running server."""
 
-import json
 import logging
 import sys
 from dataclasses import replace
@@ -34,7 +33,7 @@ def serve(args: SimpleNamespace) -> int:
     address = Address(args.host, args.port)
     keys = _keyring(args, address)
     options = _options(args, address, keys)
-    speculation = _speculative_config(args.speculative_config)
+    speculation = SpeculativeConfig.parse_json(args.speculative_config)
     sock = address.bind()
     raise_file_limit()
     engine = _model(args, speculation).engine
@@ -64,16 +63,6 @@ def _keyring(args: SimpleNamespace, address: Address) -> Keyring:
     for warning in warnings:
         print(f"onchip: warning: {warning}", file=sys.stderr)
     return keyring
-
-
-def _speculative_config(text: str | None) -> SpeculativeConfig | None:
-    """From JSON, as for vLLM's server."""
-    if text is None:
-        return None
-    try:
-        return SpeculativeConfig.parse(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--speculative-config {text!r:.60} is not JSON: {error}") from None
 
 
 def _model(args: SimpleNamespace, speculation: SpeculativeConfig | None) -> LLM:

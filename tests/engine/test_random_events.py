@@ -9,8 +9,11 @@ import pytest
 
 from onchip.engine import BeamSearchParams, RejectedRequest, Request, SamplingParams, Status
 from onchip.engine.speculation.config import SpeculativeConfig
+from onchip.engine.speculation.ngram import NgramProposer
 from onchip.engine.speculation.speculator import Speculator
+from tests.engine.conftest import HashDraft
 
+CONFIG = SpeculativeConfig(5, prompt_lookup_max=3, prompt_lookup_min=1)
 PREFIXES = [[1] * 9, [1] * 9 + [2] * 8, list(range(3, 20))]
 
 
@@ -49,8 +52,8 @@ class Blast:
     def __init__(self, engine, alone, seed, drafts=None, **options):
         self.random = random.Random(seed)
         if drafts:
-            guesses = Guesses(self.random, alone, drafts)
-            options["speculator"] = Speculator(SpeculativeConfig(5), guesses)
+            proposer = drafts(self.random, alone)
+            options["speculator"] = Speculator(CONFIG, proposer)
         self.engine = engine(**options)
         self.scheduler = self.engine.scheduler
         if self.engine.tier and "link_bytes_per_s" not in options:
@@ -155,6 +158,18 @@ class Blast:
             assert tuple(sample.token_ids) == (tokens[: len(sample.token_ids)] if early else tokens)
 
 
+def guesses(share):
+    return lambda draw, alone: Guesses(draw, alone, share)
+
+
+def look_up(draw, alone):
+    return NgramProposer(CONFIG)
+
+
+def draft_model(share):
+    return lambda draw, alone: HashDraft(share, draw.random())
+
+
 SHAPES = {
     "tight": dict(num_pages=24, page_size=4, max_num_seqs=8, budget=11, host_pages=12),
     "single_tokens": dict(num_pages=90, page_size=1, max_num_seqs=5, budget=5, host_pages=60),
@@ -170,12 +185,26 @@ SHAPES = {
         num_pages=40, page_size=2, max_num_seqs=8, budget=9, host_pages=90, late=True, ahead=True
     ),
     "ahead_no_host": dict(num_pages=16, page_size=4, max_num_seqs=6, budget=40, ahead=True),
-    "drafts": dict(num_pages=24, page_size=4, max_num_seqs=5, budget=11, host_pages=12, drafts=0.8),
+    "drafts": dict(
+        num_pages=24, page_size=4, max_num_seqs=5, budget=11, host_pages=12, drafts=guesses(0.8)
+    ),
     "drafts_ahead": dict(
-        num_pages=24, page_size=4, max_num_seqs=8, budget=30, ahead=True, drafts=0.5
+        num_pages=24, page_size=4, max_num_seqs=8, budget=30, ahead=True, drafts=guesses(0.5)
     ),
     "drafts_late": dict(
-        num_pages=60, page_size=1, max_num_seqs=4, budget=25, host_pages=60, late=True, drafts=0.7
+        num_pages=60,
+        page_size=1,
+        max_num_seqs=4,
+        budget=25,
+        host_pages=60,
+        late=True,
+        drafts=guesses(0.7),
+    ),
+    "ngram": dict(
+        num_pages=24, page_size=4, max_num_seqs=5, budget=19, host_pages=12, drafts=look_up
+    ),
+    "draft_model": dict(
+        num_pages=24, page_size=4, max_num_seqs=4, budget=9, host_pages=12, drafts=draft_model(0.7)
     ),
     "slow_link": dict(
         num_pages=20, page_size=8, max_num_seqs=7, budget=13, host_pages=9, link_bytes_per_s=9e5
@@ -190,6 +219,7 @@ def run(engine, alone, options, seed, steps):
     blast.engine.drain()
     blast.judge()
     if drafts := blast.scheduler.speculation:
+        assert drafts.failure is None
         blast.seen["accepted"] = drafts.num_accepted_tokens
         blast.seen["rejected"] = drafts.num_draft_tokens - drafts.num_accepted_tokens
     return blast.seen
