@@ -145,6 +145,12 @@ class TokenMatcher:
     def __init__(self, matcher: Any, vocab_size: int):
         self.matcher, self.vocab_size, self.error = matcher, vocab_size, None
 
+    def after(self, tokens: Sequence[int]) -> "TokenMatcher | None":
+        """The position after these tokens; None if the grammar does not allow them."""
+        matcher = self.matcher.deep_copy()
+        allowed = all(matcher.consume_token(token) for token in tokens)
+        return TokenMatcher(matcher, self.vocab_size) if allowed else None
+
     def consume(self, token: int) -> None:
         """Follow a sampled token."""
         if not self.matcher.consume_token(token):

@@ -150,6 +150,31 @@ def test_free_requests_get_the_same_tokens_as_alone(llm):
         assert jsonschema_rs.is_valid(POINT, json.loads(output.outputs[0].text))
 
 
+@pytest.mark.parametrize(
+    "method",
+    [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "draft", "model": "tiny"}],
+    ids=["ngram", "draft"],
+)
+def test_drafts_change_no_structured_text(llm, method):
+    """Also drafts that the grammar does not allow, and drafts after its end."""
+    schema = {"type": "array", "items": POINT, "minItems": 2, "maxItems": 2}
+    outputs = [{"json": schema}, {"regex": "(ab|ba){4,9}c"}, {"choice": ["yes", "yesterday"]}, None]
+    params = [
+        SamplingParams(temperature=i % 2, max_tokens=60, seed=3, structured_outputs=one)
+        for i, one in enumerate([*outputs, *outputs[:3]])
+    ]
+    config = {"num_speculative_tokens": 3} | method
+    with LLM(num_pages=257, speculative_config=config) as drafted:
+        found = generate(drafted, ["ab yes ab yes"] * len(params), params)
+        stats = drafted.stats().speculation
+        drafted.engine.scheduler.check()
+    expected = generate(llm, ["ab yes ab yes"] * len(params), params)
+    visible = lambda output: [(o.text, o.token_ids, o.finish_reason) for o in output.outputs]
+    assert [visible(o) for o in found] == [visible(o) for o in expected]
+    assert stats.num_accepted_tokens > 20 and stats.failure is None
+    assert method["method"] == "ngram" or stats.acceptance_rate > 0.9
+
+
 @pytest.mark.parametrize("swap_space", [0, 0.25])
 def test_preempted_requests_continue_their_texts(swap_space):
     """Few pages: requests are preempted, and recomputed or swapped in again."""
