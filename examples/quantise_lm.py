@@ -2,7 +2,7 @@
 
     python examples/train_lm.py --size full --compile
     python examples/quantise_lm.py runs/full/model onchip/models/tiny
-    python examples/train_lm.py --size draft
+    python examples/train_lm.py --size draft --until 3000
     python examples/quantise_lm.py runs/draft/model onchip/models/tiny_draft
 
 The same folder gives the same bytes, and so does what `onchip.models.save` writes of the built-in

@@ -2,7 +2,7 @@
 
     python examples/train_lm.py --size toy                       # a CPU, about a minute
     python examples/train_lm.py --size full --compile            # a GPU, minutes
-    python examples/train_lm.py --size draft                     # drafts for it: a CPU, 20 minutes
+    python examples/train_lm.py --size draft --until 3000        # drafts for it: a CPU, 15 minutes
     onchip generate --model runs/toy/model "And the LORD said"
 
 Chapters are documents. A batch is packed: pieces of chapters, one after another, and

@@ -38,7 +38,7 @@ def serve(args: SimpleNamespace) -> int:
     raise_file_limit()
     engine = _model(args, speculation).engine
     LOG.info("%s", describe(engine, options.model))
-    if args.model != builtin.NAME:  # a vocabulary of 257 tokens needs no preparation
+    if args.model not in builtin.NAMES:  # a vocabulary of 257 tokens needs no preparation
         engine.warm_up_grammars()
     options = replace(options, model_type=getattr(engine.model.config, "model_type", ""))
     server = Server(engine, options, keys)
@@ -66,7 +66,7 @@ def _keyring(args: SimpleNamespace, address: Address) -> Keyring:
 
 
 def _model(args: SimpleNamespace, speculation: SpeculativeConfig | None) -> LLM:
-    tiny = args.model == builtin.NAME
+    tiny = args.model in builtin.NAMES
     if tiny:
         torch.set_num_threads(1)  # its matrices are too small for several threads
     return LLM(

@@ -202,6 +202,26 @@ def test_a_folder_drafts_for_the_built_in_model():
     assert tokens(outputs) == tokens(expected)
 
 
+def test_the_built_in_draft_model_drafts_for_the_built_in_model():
+    """A third of its greedy drafts and more are accepted, of texts as it was trained on."""
+    config = {"method": "draft", "model": builtin.DRAFT, "num_speculative_tokens": 4}
+    params = [SamplingParams(temperature=t, max_tokens=40, seed=1) for t in (0.0, 1.0)]
+    prompts, small = ["And God said unto Moses, ", "Blessed are the "], {"num_pages": 100}
+    with LLM(**small, device="cpu") as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+    with LLM(**small, device="cpu", speculative_config=config) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        stats = llm.stats().speculation
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
+    assert stats.acceptance_rate > 0.33 and stats.mean_acceptance_length > 2
+
+
+def test_the_built_in_draft_model_generates_by_itself():
+    with LLM(builtin.DRAFT, num_pages=100, device="cpu") as llm:
+        (output,) = llm.generate("And the LORD ", SamplingParams(max_tokens=5), use_tqdm=False)
+    assert output.outputs[0].text
+
+
 def test_models_that_do_not_fit_are_refused(tiny):
     draft = random_model(ModelConfig.from_hf(tiny.CONFIG | {"vocab_size": 300}))
     with pytest.raises(ValueError, match="the draft model has vocab_size=300"):
