@@ -91,7 +91,8 @@ def _of_structured_outputs(value: Any) -> dict[str, Any]:
         raise ValueError(
             f"structured_outputs.{min(unknown):.60} is not served: {', '.join(names)} are"
         )
-    wanted = {name: entry for name, entry in given.items() if entry not in (None, False)}
+    is_given = lambda name, entry: entry is not None and (name == "json" or entry is not False)
+    wanted = {name: entry for name, entry in given.items() if is_given(name, entry)}
     if not wanted:
         raise ValueError(f"structured_outputs needs one of {', '.join(names)}")
     if wanted.get("json_object") not in (None, True):

@@ -42,8 +42,16 @@ _CLASSES = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]", ".": r"[^\n\r\u2028\u
 
 def translate_schema(schema: Any) -> Any:
     """A copy for llguidance. ValueError: the schema has no counterpart there."""
+    if isinstance(schema, bool):
+        return _translate_boolean(schema)
     _check_references(schema)
-    return {} if schema is True else _translate(schema)
+    return _translate(schema)
+
+
+def _translate_boolean(schema: bool) -> dict[str, Any]:
+    if not schema:
+        raise ValueError("the schema false allows no text")
+    return {}
 
 
 def _translate(schema: Any) -> Any:

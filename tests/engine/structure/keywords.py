@@ -149,6 +149,7 @@ REFERENCES = [
 SERVED = [*TYPES, *VALUES, *NUMBERS, *STRINGS, *ARRAYS, *OBJECTS, *COMBINED, *REFERENCES]
 
 REFUSED = [
+    False,
     {"anyOf": [False, False]},
     {"type": "frob"},
     {"enum": []},
