@@ -1,7 +1,9 @@
-"""The built-in model from a trained one: its matrices in 8 bits, half the size of bf16.
+"""A built-in model from a trained one: its matrices in 8 bits, half the size of bf16.
 
     python examples/train_lm.py --size full --compile
     python examples/quantise_lm.py runs/full/model onchip/models/tiny
+    python examples/train_lm.py --size draft --until 3000
+    python examples/quantise_lm.py runs/draft/model onchip/models/tiny_draft
 
 The same folder gives the same bytes, and so does what `onchip.models.save` writes of the built-in
 model. With --measure, the held-out bits per byte of both models are computed: minutes on a CPU.

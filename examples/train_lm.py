@@ -2,6 +2,7 @@
 
     python examples/train_lm.py --size toy                       # a CPU, about a minute
     python examples/train_lm.py --size full --compile            # a GPU, minutes
+    python examples/train_lm.py --size draft --until 3000        # drafts for it: a CPU, 15 minutes
     onchip generate --model runs/toy/model "And the LORD said"
 
 Chapters are documents. A batch is packed: pieces of chapters, one after another, and
@@ -41,7 +42,10 @@ PROMPTS = ("In the beginning ", "And the LORD said unto ", "Blessed are the ")
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and how it is trained: steps of `tokens` tokens, in pieces of at most `context`."""
+    """A model, and how it is trained: steps of `tokens` tokens, in pieces of at most `context`.
+    window: a token sees itself and window - 1 tokens before it, so the model also serves texts that
+    are longer than its context.
+    """
 
     width: int
     inner: int
@@ -52,6 +56,7 @@ class Size:
     tokens: int
     steps: int
     lr: float
+    window: int | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -68,6 +73,9 @@ class Size:
             "tie_word_embeddings": True,
             "eos_token_id": EOS,
         }
+        if self.window is not None:
+            fields |= {"model_type": "mistral", "sliding_window": self.window}
+            fields |= {"max_position_embeddings": SIZES["full"].context}
         return ModelConfig.from_hf(fields)
 
 
@@ -75,6 +83,7 @@ SIZES = {
     "toy": Size(128, 256, 2, 4, 2, 256, 2048, 200, 4e-3),
     "small": Size(256, 704, 4, 4, 1, 2048, 2048, 2500, 2e-3),
     "full": Size(256, 704, 7, 4, 1, 2048, 32768, 900, 3e-3),  # of 2,500, 1,000 were the best
+    "draft": Size(96, 272, 2, 3, 1, 256, 2048, 4000, 4e-3, 64),  # drafts for the full size
 }
 
 

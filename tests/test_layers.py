@@ -151,7 +151,8 @@ TORCH_FREE = (
     *(f"engine/{name}.py" for name in ("tokenizer_components", "chat_template")),
     *(f"engine/{name}.py" for name in ("text_worker_main", "text_worker_pool")),
     *(f"engine/speculation/{name}.py" for name in ("config", "ngram", "speculator", "verify")),
-    *(f"engine/structure/{name}.py" for name in ("grammar", "regex_size", "automaton", "compiler")),
+    *(f"engine/structure/{name}.py" for name in ("grammar", "regex_size", "json_schema")),
+    *(f"engine/structure/{name}.py" for name in ("automaton", "compiler")),
 )
 
 

@@ -78,6 +78,15 @@ def model_option(default: str | None = BUILTIN, help: str = MODEL_HELP) -> Calla
     return click.option("--model", type=ModelName(), default=default, metavar="MODEL", help=help)
 
 
+def speculative_config_option() -> Callable:
+    return click.option(
+        "--speculative-config",
+        metavar="JSON",
+        show_default="no drafts",
+        help="Options of speculative decoding, by vLLM's names.",
+    )
+
+
 def model_dtype_option() -> Callable:
     return click.option(
         "--dtype",

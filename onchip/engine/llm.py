@@ -320,7 +320,7 @@ def _tokenizer(
         return _load_tokenizer(resolve(tokenizer))
     if tokenizer is not None or not isinstance(model, (str, Path)):
         return tokenizer
-    if model == builtin.NAME:
+    if model in builtin.NAMES:
         return ByteTokenizer()
     return _load_tokenizer(model) if (Path(model) / "tokenizer.json").is_file() else None
 
@@ -335,7 +335,7 @@ def _load_tokenizer(folder: str | Path) -> FileTokenizer:
 
 def _eos(model: str | Path | Model) -> tuple[int, ...] | None:
     """generation_config.json overrides config.json and the tokenizer."""
-    if not isinstance(model, (str, Path)) or model == builtin.NAME:
+    if not isinstance(model, (str, Path)) or model in builtin.NAMES:
         return None
     return generation_eos(model) or None
 

@@ -62,8 +62,9 @@ class Ranks:
         if not isinstance(model, (str, Path)):
             return self._check_single(model)
         device, chosen = self._device(device), _dtype(dtype)
-        if model == builtin.NAME:
-            return self._check_single(builtin.tiny(device, chosen or torch.float32))
+        if model in builtin.NAMES:
+            loaded = builtin.load_builtin(str(model), device, chosen or torch.float32)
+            return self._check_single(loaded)
         if not is_native(model):
             return self._load_foreign(model, device, chosen)
         checkpoint = inspect(model)

@@ -196,9 +196,12 @@ class Sample:
     accepted_logprobs: list[float] = field(default_factory=list)
 
     def row_after(self, drafts: Sequence[int]) -> "Sample":
-        """The sample as if these drafts were its last tokens, for the sampler."""
+        """The sample as if these drafts were its last tokens, for the sampler. After a draft that
+        its grammar does not allow, any token may follow: that draft is never accepted.
+        """
         ids = [*self.token_ids, *drafts]
-        return Sample(self.request, self.index, ids, rng_key=self.rng_key)
+        matcher = None if self.matcher is None else self.matcher.after(drafts)
+        return Sample(self.request, self.index, ids, rng_key=self.rng_key, matcher=matcher)
 
     @property
     def status(self) -> Status:
@@ -378,10 +381,9 @@ class Request:
     @property
     def takes_drafts(self) -> bool:
         """Its drafts can be verified: not those of a beam search, which samples nothing, nor those
-        of a grammar, whose mask follows one token at a time, nor those of a long request, which the
-        cache of a draft model cannot hold.
+        of a long request, which the cache of a draft model cannot hold.
         """
-        return not self.beams and self.params.grammar is None and not self.is_long
+        return not self.beams and not self.is_long
 
     @property
     def is_long(self) -> bool:

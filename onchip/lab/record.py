@@ -160,8 +160,8 @@ def rows(sentence: str = SENTENCE, model: str | Path = builtin.NAME) -> dict[str
 
 
 def _load_model(model: str | Path) -> tuple[Tokenizer, Decoder]:
-    if model == builtin.NAME:
-        return ByteTokenizer(), builtin.tiny()
+    if model in builtin.NAMES:
+        return ByteTokenizer(), builtin.load_builtin(str(model), "cpu", torch.float32)
     folder = resolve(model)
     return FileTokenizer(folder), load(folder, dtype=torch.float32)
 

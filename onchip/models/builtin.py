@@ -1,4 +1,6 @@
-"""A built-in model, so that the first command works without a download."""
+"""Built-in models, so that the first command works without a download: one that generates text, and
+a smaller one that drafts for it (engine/speculation).
+"""
 
 from pathlib import Path
 
@@ -10,8 +12,9 @@ from onchip.models.decoder import Decoder
 from onchip.models.int8_weights import dequantise
 from onchip.models.loader import from_tensors, read_json
 
-NAME = "tiny"
+NAME, DRAFT = NAMES = ("tiny", "tiny-draft")
 FOLDER = Path(__file__).with_name("tiny")  # see its MODEL_CARD.md
+DRAFT_FOLDER = Path(__file__).with_name("tiny_draft")  # see its MODEL_CARD.md
 WEIGHTS = FOLDER / "model-int8.safetensors"  # made by examples/quantise_lm.py
 ABOUT = "the built-in model was trained on the King James Bible alone: it continues texts"
 
@@ -20,5 +23,20 @@ def tiny(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32)
     """The same weights on every device. Its tokens are bytes; token 256 ends a text. `save` writes
     it to a folder that transformers loads.
     """
-    config = ModelConfig.from_hf(read_json(FOLDER / "config.json"))
-    return from_tensors(config, dequantise(safetensors.read_all(WEIGHTS)), device, dtype)
+    return _load(FOLDER, device, dtype)
+
+
+def tiny_draft(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
+    """A draft model for `tiny`: the same tokens, a twentieth of the weights."""
+    return _load(DRAFT_FOLDER, device, dtype)
+
+
+def load_builtin(name: str, device: torch.device | str, dtype: torch.dtype) -> Decoder:
+    """By one of NAMES."""
+    return tiny_draft(device, dtype) if name == DRAFT else tiny(device, dtype)
+
+
+def _load(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Decoder:
+    config = ModelConfig.from_hf(read_json(folder / "config.json"))
+    tensors = dequantise(safetensors.read_all(folder / WEIGHTS.name))
+    return from_tensors(config, tensors, device, dtype)

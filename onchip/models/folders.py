@@ -10,10 +10,10 @@ from onchip.models.multimodal import text_fields
 
 
 def resolve(model: str | Path) -> str | Path:
-    """The name of the built-in model, or the folder of any other: `model` is that folder, or the id
+    """The name of a built-in model, or the folder of any other: `model` is that folder, or the id
     of a model in the local Hub cache. ValueError if there is neither.
     """
-    return model if model == builtin.NAME else resolve_folder(model)
+    return model if model in builtin.NAMES else resolve_folder(model)
 
 
 def is_native(folder: str | Path) -> bool:
@@ -27,6 +27,6 @@ def is_native(folder: str | Path) -> bool:
 
 def about(model: str | Path) -> str | None:
     """A note for users who start the model of this name, or None."""
-    if model == builtin.NAME:
+    if model in builtin.NAMES:
         return builtin.ABOUT
     return None if is_native(model) else f"{model} {foreign.ABOUT}"

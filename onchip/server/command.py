@@ -1,6 +1,5 @@
 """`onchip serve`: from options to a running server."""
 
-import json
 import logging
 import sys
 from dataclasses import replace
@@ -34,12 +33,12 @@ def serve(args: SimpleNamespace) -> int:
     address = Address(args.host, args.port)
     keys = _keyring(args, address)
     options = _options(args, address, keys)
-    speculation = _speculative_config(args.speculative_config)
+    speculation = SpeculativeConfig.parse_json(args.speculative_config)
     sock = address.bind()
     raise_file_limit()
     engine = _model(args, speculation).engine
     LOG.info("%s", describe(engine, options.model))
-    if args.model != builtin.NAME:  # a vocabulary of 257 tokens needs no preparation
+    if args.model not in builtin.NAMES:  # a vocabulary of 257 tokens needs no preparation
         engine.warm_up_grammars()
     options = replace(options, model_type=getattr(engine.model.config, "model_type", ""))
     server = Server(engine, options, keys)
@@ -66,18 +65,8 @@ def _keyring(args: SimpleNamespace, address: Address) -> Keyring:
     return keyring
 
 
-def _speculative_config(text: str | None) -> SpeculativeConfig | None:
-    """From JSON, as for vLLM's server."""
-    if text is None:
-        return None
-    try:
-        return SpeculativeConfig.parse(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--speculative-config {text!r:.60} is not JSON: {error}") from None
-
-
 def _model(args: SimpleNamespace, speculation: SpeculativeConfig | None) -> LLM:
-    tiny = args.model == builtin.NAME
+    tiny = args.model in builtin.NAMES
     if tiny:
         torch.set_num_threads(1)  # its matrices are too small for several threads
     return LLM(

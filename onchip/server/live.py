@@ -118,6 +118,7 @@ def _counts(stats: Any) -> dict[str, Any]:
 
 
 def _speculation(stats: Any) -> dict[str, Any] | None:
+    """None before the first drafts."""
     if not (drafts := stats.speculation) or not drafts.num_drafts:
         return None
     return {
@@ -126,6 +127,7 @@ def _speculation(stats: Any) -> dict[str, Any] | None:
         "accepted_tokens": drafts.num_accepted_tokens,
         "accepted_per_position": drafts.num_accepted_tokens_per_pos,
         "mean_acceptance_length": round(drafts.mean_acceptance_length, 3),
+        "failed": drafts.failure is not None,  # the log has the reason
     }
 
 

@@ -23,6 +23,10 @@ _GAUGES = {
     "pages_offloadable": ("Pages of host memory for them", lambda s: s.pages_offloadable),
     "pages_saved": ("Pages that sharing saves", lambda s: s.pages_shared),
     "last_step_seconds": ("How long the last step took", lambda s: s.last_step_s),
+    "spec_decode_acceptance_length": (
+        "Mean number of tokens of a chunk with drafts, NaN before the first",
+        lambda s: _drafts(s).mean_acceptance_length,
+    ),
 }
 _COUNTERS = {
     "tokens_generated": ("Tokens sampled", lambda s: s.tokens_generated),

@@ -262,6 +262,18 @@ def test_generate_over_a_cache_of_8_bits(capfd):
     assert "--kv-dtype is for: paged, serving" in capfd.readouterr().err
 
 
+def test_generate_with_drafts_of_the_built_in_draft_model(capfd):
+    options = ("--max-tokens", "30", "--temperature", "0", "--ignore-eos", "--device", "cpu")
+    assert run("generate", "And God said, Let there", *options) == 0
+    plain = capfd.readouterr().out
+    config = '{"method": "draft", "model": "tiny-draft", "num_speculative_tokens": 3}'
+    assert run("generate", "And God said, Let there", *options, "--speculative-config", config) == 0
+    out, err = capfd.readouterr()
+    assert out == plain and "drafts accepted" in err
+    assert run("generate", "x", "--speculative-config", "{") == 2
+    assert "--speculative-config '{' is not JSON" in capfd.readouterr().err
+
+
 def test_generate_says_what_a_broken_model_does(capfd, monkeypatch):
     sick = builtin.tiny()
     with torch.no_grad():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onchip.engine import Limits, PreemptionCosts, RejectedRequest, SampledToken, Scheduler
+from onchip.engine.speculation.draft import DraftModelProposer
 from onchip.kvcache import HostTier, KVCache, Spec
 
 VOCAB = 13
@@ -262,6 +263,43 @@ def engine(late):
         delay = staticmethod(late)
 
     return Delaying
+
+
+class HashDraft(DraftModelProposer):
+    """A draft model with a real cache of pages. It reads back every number of a sequence, and
+    proposes the token of the hash model with probability `share`, otherwise another one.
+    """
+
+    def __init__(self, share, seed, num_pages=60, page_size=2):
+        spec = Spec(1, 1, 1, 1, page_size, torch.float32, "cpu")
+        super().__init__(None, KVCache(spec, num_pages, max_seqs=9), max_tokens=27)
+        self.share, self.random = share, random.Random(seed)
+
+    def propose(self, wanted):
+        drafts = super().propose(wanted)
+        self.cache.check()
+        return drafts
+
+    def _compute(self, drafting, ids):
+        batch = self.cache.view([d.sequence for d in drafting])
+        pages, slots = self.cache.layer(0)[0].view(-1), batch.slot_mapping.tolist()
+        assert len(ids) == len(slots) == len(set(slots))
+        logits = torch.full((len(drafting), VOCAB), -1e9)
+        for row, draft in enumerate(drafting):
+            sequence, size = draft.sequence, self.cache.spec.page_size
+            places = torch.arange(sequence.length)
+            at = batch.page_table[row, places // size].long() * size + places % size
+            written = numbers_of(draft.owner.request, sequence.tokens)
+            pages[at[sequence.computed :]] = torch.tensor(written[sequence.computed :])
+            assert pages[at].tolist() == written, "a page of the draft model is stale"
+            logits[row, self._guess(written, draft.owner)] = 0.0
+        sequences = [d.sequence for d in drafting]
+        self.cache.commit_all(sequences, [s.length for s in sequences])
+        return logits
+
+    def _guess(self, numbers, owner):
+        right = next_token(numbers, owner.request, owner.index).token
+        return right if self.random.random() < self.share else self.random.randrange(VOCAB)
 
 
 @pytest.fixture(name="alone")

@@ -9,9 +9,12 @@ import pytest
 
 from onchip.engine import BeamSearchParams, RejectedRequest, Request, SamplingParams, Status
 from onchip.engine.speculation.config import SpeculativeConfig
+from onchip.engine.speculation.ngram import NgramProposer
 from onchip.engine.speculation.speculator import Speculator
 from onchip.engine.stream_pacer import StreamingCosts
+from tests.engine.conftest import HashDraft
 
+CONFIG = SpeculativeConfig(5, prompt_lookup_max=3, prompt_lookup_min=1)
 PREFIXES = [[1] * 9, [1] * 9 + [2] * 8, list(range(3, 20))]
 
 
@@ -50,8 +53,8 @@ class Blast:
     def __init__(self, engine, alone, seed, drafts=None, **options):
         self.random = random.Random(seed)
         if drafts:
-            guesses = Guesses(self.random, alone, drafts)
-            options["speculator"] = Speculator(SpeculativeConfig(5), guesses)
+            proposer = drafts(self.random, alone)
+            options["speculator"] = Speculator(CONFIG, proposer)
         self.engine = engine(**options)
         self.scheduler = self.engine.scheduler
         if self.engine.tier and "link_bytes_per_s" not in options:
@@ -161,6 +164,18 @@ class Blast:
             assert tuple(sample.token_ids) == (tokens[: len(sample.token_ids)] if early else tokens)
 
 
+def guesses(share):
+    return lambda draw, alone: Guesses(draw, alone, share)
+
+
+def look_up(draw, alone):
+    return NgramProposer(CONFIG)
+
+
+def draft_model(share):
+    return lambda draw, alone: HashDraft(share, draw.random())
+
+
 SHAPES = {
     "tight": dict(num_pages=24, page_size=4, max_num_seqs=8, budget=11, host_pages=12),
     "single_tokens": dict(num_pages=90, page_size=1, max_num_seqs=5, budget=5, host_pages=60),
@@ -176,12 +191,26 @@ SHAPES = {
         num_pages=40, page_size=2, max_num_seqs=8, budget=9, host_pages=90, late=True, ahead=True
     ),
     "ahead_no_host": dict(num_pages=16, page_size=4, max_num_seqs=6, budget=40, ahead=True),
-    "drafts": dict(num_pages=24, page_size=4, max_num_seqs=5, budget=11, host_pages=12, drafts=0.8),
+    "drafts": dict(
+        num_pages=24, page_size=4, max_num_seqs=5, budget=11, host_pages=12, drafts=guesses(0.8)
+    ),
     "drafts_ahead": dict(
-        num_pages=24, page_size=4, max_num_seqs=8, budget=30, ahead=True, drafts=0.5
+        num_pages=24, page_size=4, max_num_seqs=8, budget=30, ahead=True, drafts=guesses(0.5)
     ),
     "drafts_late": dict(
-        num_pages=60, page_size=1, max_num_seqs=4, budget=25, host_pages=60, late=True, drafts=0.7
+        num_pages=60,
+        page_size=1,
+        max_num_seqs=4,
+        budget=25,
+        host_pages=60,
+        late=True,
+        drafts=guesses(0.7),
+    ),
+    "ngram": dict(
+        num_pages=24, page_size=4, max_num_seqs=5, budget=19, host_pages=12, drafts=look_up
+    ),
+    "draft_model": dict(
+        num_pages=24, page_size=4, max_num_seqs=4, budget=9, host_pages=12, drafts=draft_model(0.7)
     ),
     "long": dict(num_pages=9, page_size=4, max_num_seqs=6, budget=23, offload_pages=70),
     "long_swapped": dict(
@@ -192,7 +221,7 @@ SHAPES = {
     )
     | {"offload_pages": 300, "streaming": StreamingCosts(4, link_bytes_per_s=1e4)},
     "long_drafts": dict(
-        num_pages=17, page_size=2, max_num_seqs=4, budget=25, ahead=True, drafts=0.7
+        num_pages=17, page_size=2, max_num_seqs=4, budget=25, ahead=True, drafts=guesses(0.7)
     )
     | {"offload_pages": 90},
     "slow_link": dict(
@@ -208,6 +237,7 @@ def run(engine, alone, options, seed, steps):
     blast.engine.drain()
     blast.judge()
     if drafts := blast.scheduler.speculation:
+        assert drafts.failure is None
         blast.seen["accepted"] = drafts.num_accepted_tokens
         blast.seen["rejected"] = drafts.num_draft_tokens - drafts.num_accepted_tokens
     return blast.seen

@@ -126,3 +126,11 @@ def tokens_of(logprobs):
     bits.
     """
     return logprobs and [[(t, p.rank, p.decoded_token) for t, p in one.items()] for one in logprobs]
+
+
+def assert_same_distribution(one, other):
+    """Chi-square of two counters of tokens. Equal distributions fail about once in 1,000."""
+    common = [t for t in one | other if one[t] + other[t] >= 10]
+    chi2 = sum((one[t] - other[t]) ** 2 / (one[t] + other[t]) for t in common)
+    freedom = len(common)
+    assert chi2 < freedom + 3.1 * (2 * freedom) ** 0.5 + 3

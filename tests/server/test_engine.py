@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from dataclasses import fields
 
 import pytest
@@ -86,6 +87,8 @@ def test_drafts_change_no_output_and_are_counted(serving, ask, offline):
     assert sum(stats["accepted_per_position"]) == accepted
     assert f"onchip_spec_decode_num_accepted_tokens_total {accepted:.1f}" in metrics
     assert 'onchip_spec_decode_num_accepted_tokens_per_pos_total{position="2"}' in metrics
+    (line,) = re.findall("^onchip_spec_decode_acceptance_length (.*)$", metrics, re.MULTILINE)
+    assert float(line) == pytest.approx(1 + accepted / stats["drafts"]) and not stats["failed"]
 
 
 def test_a_scored_prompt_has_the_logprobs_of_its_tokens(url, ask, offline):

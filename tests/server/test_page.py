@@ -174,6 +174,27 @@ def test_a_request_that_does_not_stream_shows_its_tokens(browser, tiny):
     assert browser.errors == []
 
 
+def test_accepted_drafts_are_drawn_by_position(browser, serving, ask):
+    config = {"num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+    llm = LLM("tiny", num_pages=129, max_num_seqs=8, swap_space=0, speculative_config=config)
+    browser.errors.clear()
+    with serving(llm.engine, drain_s=0.0) as (url, _):
+        browser.see(360, 800)
+        browser.go(f"{url}/")
+        browser.until("now !== null")
+        assert browser.run("document.getElementById('drafts').hidden")
+        ask(url, "/v1/completions", {"prompt": "the LORD " * 9, "max_tokens": 40, "temperature": 0})
+        browser.until("now.speculation !== null")
+        assert not browser.run("document.getElementById('drafts').hidden")
+        stats = browser.run("now.speculation")
+        assert browser.text("accepted") == str(stats["accepted_tokens"])
+        rows = browser.run("[...document.querySelectorAll('#positions li')].map(r => r.innerText)")
+        assert len(rows) == 3 and all("%" in row for row in rows)
+        assert browser.run("document.documentElement.scrollWidth") <= 360
+        browser.go("about:blank")
+    assert browser.errors == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
 def test_the_page_fits_every_screen(browser, tiny, width, scheme):

@@ -18,6 +18,7 @@ from onchip.cli.options import (
     max_model_len_option,
     model_dtype_option,
     model_option,
+    speculative_config_option,
 )
 from onchip.cli.output import print_json
 from onchip.cli.progress import Interruptible
@@ -60,6 +61,7 @@ from onchip.cli.progress import Interruptible
 @kv_dtype_option()
 @device_option()
 @max_model_len_option()
+@speculative_config_option()
 @json_flag("the result")
 def command(**options: Any) -> int:
     """Continue a text, token by token.
@@ -72,16 +74,21 @@ def command(**options: Any) -> int:
     text = _read_prompt(args.prompt)
     from onchip import models
     from onchip.engine import LLM
+    from onchip.engine.speculation.config import SpeculativeConfig
 
-    params = _sampling_params(args)
+    params, drafts = _sampling_params(args), SpeculativeConfig.parse_json(args.speculative_config)
     if note := models.about(args.model):
         print(note, file=sys.stderr)
     settings = {"dtype": args.dtype, "max_model_len": args.max_model_len, "seed": None}
-    settings["kv_dtype"] = args.kv_dtype
+    settings |= {"kv_dtype": args.kv_dtype, "speculative_config": drafts}
     with LLM(args.model, device=args.device, max_num_seqs=1, swap_space=0, **settings) as llm:
         prompt = llm.chat_prompt([{"role": "user", "content": text}]) if args.chat else text
         last, work = _print_stream(llm.stream(prompt, params), is_shown=not args.as_json)
-    return _finish(last, work, args)
+        accepted = llm.stats().speculation
+    status = _finish(last, work, args)
+    if accepted is not None:
+        print(accepted, file=sys.stderr)
+    return status
 
 
 def _read_prompt(prompt: str | None) -> str:

@@ -18,6 +18,7 @@ from onchip.cli.options import (
     max_model_len_option,
     model_dtype_option,
     model_option,
+    speculative_config_option,
 )
 from onchip.core.extras import MissingPackageError, advise
 from onchip.server.tools import DIALECTS
@@ -92,12 +93,7 @@ def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
 @_limit("--kv-offloading-size", 0.0, "GIB", "Host memory for requests longer than the cache.")
 @_limit("--gpu-memory-utilization", 0.9, "SHARE", "Share of the GPU's memory, with weights.")
 @click.option("--no-prefix-caching", is_flag=True, help="Share no prefixes between requests.")
-@click.option(
-    "--speculative-config",
-    metavar="JSON",
-    show_default="no drafts",
-    help="Options of speculative decoding, by vLLM's names.",
-)
+@speculative_config_option()
 @click.option(
     "--tool-call-parser",
     type=click.Choice(("auto", *DIALECTS)),

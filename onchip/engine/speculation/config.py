@@ -1,5 +1,6 @@
 """Options of speculative decoding."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -61,6 +62,16 @@ class SpeculativeConfig:
         if "num_speculative_tokens" not in value:
             raise ValueError("speculative_config needs num_speculative_tokens")
         return cls(**value)
+
+    @classmethod
+    def parse_json(cls, text: str | None) -> "SpeculativeConfig | None":
+        """From the option of a command, as for vLLM's server."""
+        if text is None:
+            return None
+        try:
+            return cls.parse(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--speculative-config {text!r:.60} is not JSON: {error}") from None
 
     @property
     def lookup_lengths(self) -> range:

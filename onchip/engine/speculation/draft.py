@@ -61,9 +61,18 @@ class DraftModelProposer:
         self._sequences.clear()
         self.cache.reset()
 
-    @torch.inference_mode()
     def propose(self, wanted: Sequence[tuple[Sample, int]]) -> list[list[int]]:
-        """Drafts of each (sample, limit); none for a sample that finds no room in the cache."""
+        """Drafts of each (sample, limit); none for a sample that finds no room in the cache. If the
+        model fails, all samples are forgotten: their pages may be half written.
+        """
+        try:
+            return self._propose(wanted)
+        except Exception:
+            self.reset()
+            raise
+
+    @torch.inference_mode()
+    def _propose(self, wanted: Sequence[tuple[Sample, int]]) -> list[list[int]]:
         self._release_ended()
         drafting = [d for owner, limit in wanted if (d := self._catch_up(owner, limit))]
         while drafting:

@@ -7,8 +7,11 @@ take as long as the reads (cost/decoding.py). Drafts never exceed it, so a large
 A sample whose drafts fail is tried less often: its period doubles, from every step to every 16th,
 and returns to 1 with the first accepted draft. Periods are powers of two on one counter of steps:
 samples are due in the same steps, and the steps between them still overlap.
+
+Drafts are never needed. If the proposer fails, requests continue without drafts from then on.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ from onchip.engine.request import Sample
 from onchip.engine.speculation.config import SpeculativeConfig
 from onchip.engine.step import Chunk
 
+LOG = logging.getLogger("onchip")
 _MAX_PERIOD = 16  # steps; a step in vain then costs 1/16 of one
 
 
@@ -33,12 +37,14 @@ class Proposer(Protocol):
 class SpeculationStats:
     """Since the start; names as in vLLM. num_drafts: chunks with drafts.
     num_accepted_tokens_per_pos: how often the first, second ... draft of a chunk was accepted.
+    failure: why there are no more drafts.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    failure: str | None = None
 
     @property
     def acceptance_rate(self) -> float:
@@ -52,11 +58,12 @@ class SpeculationStats:
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else math.nan
 
     def __str__(self) -> str:
+        ending = "" if self.failure is None else f", none since {self.failure}"
         if not self.num_drafts:
-            return "no drafts"
+            return f"no drafts{ending}"
         return (
             f"{self.num_accepted_tokens} of {self.num_draft_tokens} drafts accepted,"
-            f" {self.mean_acceptance_length:.2f} tokens a step with drafts"
+            f" {self.mean_acceptance_length:.2f} tokens a step with drafts{ending}"
         )
 
 
@@ -75,10 +82,12 @@ class Speculator:
         self._turn = 0
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted = [0] * config.num_speculative_tokens
+        self._failure: str | None = None
 
     def stats(self) -> SpeculationStats:
         accepted = tuple(self._accepted)
-        return SpeculationStats(self._num_drafts, self._num_draft_tokens, sum(accepted), accepted)
+        counts = (self._num_drafts, self._num_draft_tokens, sum(accepted), accepted)
+        return SpeculationStats(*counts, self._failure)
 
     def propose(self, chunks: Sequence[Chunk], budget: int) -> list[tuple[Chunk, tuple[int, ...]]]:
         """Drafts for some chunks of a step, at most `budget` tokens in all. Call it once a step."""
@@ -99,8 +108,13 @@ class Speculator:
 
     def _propose(self, wanted: Sequence[tuple[Chunk, int]]) -> list[tuple[Chunk, tuple[int, ...]]]:
         samples = [(chunk.sample, limit) for chunk, limit in wanted]
+        try:
+            found = self._proposer.propose(samples)
+        except Exception as error:  # whatever a model raises: its drafts can be left out
+            self._turn_off(error)
+            return []
         proposed = []
-        for (chunk, limit), drafts in zip(wanted, self._proposer.propose(samples), strict=True):
+        for (chunk, limit), drafts in zip(wanted, found, strict=True):
             if drafts:
                 proposed.append((chunk, tuple(drafts[:limit])))
             else:
@@ -130,8 +144,14 @@ class Speculator:
         else:
             _wait_longer(sample)
 
+    def _turn_off(self, error: Exception) -> None:
+        self._failure = f"{type(error).__name__}: {error}".removesuffix(": ")
+        LOG.warning("requests continue without drafts: proposing them failed: %s", self._failure)
+
     def _count_free(self, chunks: Sequence[Chunk], num_tokens: int) -> float:
         """Tokens left for drafts in a step of num_tokens tokens with these samples."""
+        if self._failure is not None:
+            return 0
         most = self.config.disable_by_batch_size
         if most is not None and sum([len(chunk.sampled_by) for chunk in chunks]) > most:
             return 0

@@ -1,9 +1,10 @@
 """Which drafts of a step are accepted.
 
 Row i of a chunk with drafts has the logits of the model after the i-th draft. The sampler samples
-every row as it would in a step of its own: with the random number of its position, and with the
-penalties of the tokens before it. The first row that samples another token than the next draft ends
-the chunk: all later rows follow a token that is not there.
+every row as it would in a step of its own: with the random number of its position, with the
+penalties of the tokens before it, and with the tokens that a grammar allows after them. The first
+row that samples another token than the next draft ends the chunk: all later rows follow a token
+that is not there.
 
 This is rejection sampling (Leviathan et al. 2023, Chen et al. 2023) for drafts without
 probabilities. With the target's probabilities p, draft d is accepted with probability p(d); a

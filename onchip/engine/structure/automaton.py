@@ -8,6 +8,7 @@ from typing import Any
 
 from onchip.core.extras import MissingPackageError, advise
 from onchip.engine.structure.grammar import BLANKS, Grammar
+from onchip.engine.structure.json_schema import translate_schema
 
 _MAX_GRAMMAR_SIZE = 50_000  # symbols; building takes about 50 us for each
 _MAX_LEXER_STATES = 20_000  # 1 to 2 KB each
@@ -109,8 +110,9 @@ class GrammarTrial:
 def _translate(package: Any, grammar: Grammar) -> str:
     """The grammar in llguidance's own form."""
     if grammar.kind == "json":
+        schema = json.dumps(translate_schema(json.loads(grammar.text)), ensure_ascii=False)
         defaults = {"whitespace_pattern": BLANKS}
-        return package.LLMatcher.grammar_from_json_schema(grammar.text, defaults=defaults)
+        return package.LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
     if grammar.kind == "choice":
         choices = " | ".join(json.dumps(text) for text in json.loads(grammar.text))
         return package.LLMatcher.grammar_from_lark(f"start: {choices}")
@@ -122,8 +124,14 @@ def _translate(package: Any, grammar: Grammar) -> str:
 
 def _refusal(grammar: Grammar, error: str) -> ValueError:
     what = {"json": "JSON schema", "regex": "regular expression", "choice": "choice"}
-    reason = " ".join(error.split("\n<state>")[0].split())[:300]
-    return ValueError(f"the {what.get(grammar.kind, 'grammar')} is not served: {reason}")
+    return ValueError(f"the {what.get(grammar.kind, 'grammar')} is not served: {_reason(error)}")
+
+
+def _reason(error: str) -> str:
+    """The first sentence of an error of llguidance."""
+    if error.startswith("NoExtensionBias"):
+        return "no text can follow it"
+    return " ".join(error.split("\n<")[0].split())[:300]
 
 
 class TokenMatcher:
@@ -137,6 +145,12 @@ class TokenMatcher:
     def __init__(self, matcher: Any, vocab_size: int):
         self.matcher, self.vocab_size, self.error = matcher, vocab_size, None
 
+    def after(self, tokens: Sequence[int]) -> "TokenMatcher | None":
+        """The position after these tokens; None if the grammar does not allow them."""
+        matcher = self.matcher.deep_copy()
+        allowed = all(matcher.consume_token(token) for token in tokens)
+        return TokenMatcher(matcher, self.vocab_size) if allowed else None
+
     def consume(self, token: int) -> None:
         """Follow a sampled token."""
         if not self.matcher.consume_token(token):
@@ -145,5 +159,4 @@ class TokenMatcher:
     def check(self) -> None:
         """Set `error` if the grammar has become too complex."""
         if self.error is None and self.matcher.is_error():
-            reason = " ".join(self.matcher.get_error().split("\n<state>")[0].split())[:300]
-            self.error = f"the grammar cannot continue: {reason}"
+            self.error = f"the grammar cannot continue: {_reason(self.matcher.get_error())}"

@@ -91,7 +91,8 @@ def _of_structured_outputs(value: Any) -> dict[str, Any]:
         raise ValueError(
             f"structured_outputs.{min(unknown):.60} is not served: {', '.join(names)} are"
         )
-    wanted = {name: entry for name, entry in given.items() if entry not in (None, False)}
+    is_given = lambda name, entry: entry is not None and (name == "json" or entry is not False)
+    wanted = {name: entry for name, entry in given.items() if is_given(name, entry)}
     if not wanted:
         raise ValueError(f"structured_outputs needs one of {', '.join(names)}")
     if wanted.get("json_object") not in (None, True):
@@ -109,9 +110,9 @@ def _schema_text(schema: Any) -> str:
             raise ValueError(f"the JSON schema is not JSON: {str(error)[:200]}") from None
     if not isinstance(schema, (Mapping, bool)):
         raise ValueError(f"a JSON schema must be an object, not {schema!r:.60}")
-    for node in _walk(schema):
-        if isinstance(node, Mapping) and isinstance(node.get("pattern"), str):
-            _check_regex(node["pattern"])
+    for node in walk(schema):
+        for pattern in _list_patterns(node):
+            _check_regex(pattern)
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -120,7 +121,16 @@ def _schema_text(schema: Any) -> str:
     return text
 
 
-def _walk(schema: Any) -> Iterator[Any]:
+def _list_patterns(node: Any) -> list[str]:
+    """Expressions in one value of a schema."""
+    if not isinstance(node, Mapping):
+        return []
+    names = node.get("patternProperties")
+    patterns = [node.get("pattern"), *(names if isinstance(names, Mapping) else ())]
+    return [pattern for pattern in patterns if isinstance(pattern, str)]
+
+
+def walk(schema: Any) -> Iterator[Any]:
     """All values in a schema, without recursion: a client may nest them as deep as it likes."""
     waiting = [(schema, 1)]
     while waiting:

@@ -52,6 +52,7 @@ function show(stats) {
   numbers();
   drawSpark();
   drawPool();
+  listDrafts();
   listHolders();
 }
 
@@ -175,6 +176,24 @@ function light(id) {
   lit = id;
   for (const row of at("holders").children) row.classList.toggle("lit", row.dataset.id === id);
   if (now) drawPool();
+}
+
+// A bar for each position of a draft: the share of steps with drafts in which it was accepted.
+function listDrafts() {
+  const drafts = now.speculation;
+  at("drafts").hidden = !drafts;
+  if (!drafts) return;
+  at("acceptance").textContent = short.format(drafts.mean_acceptance_length);
+  at("accepted").textContent = whole.format(drafts.accepted_tokens);
+  at("drafted").textContent = whole.format(drafts.draft_tokens);
+  at("no-drafts").hidden = !drafts.failed;
+  at("positions").replaceChildren(...drafts.accepted_per_position.map((accepted, i) => {
+    const row = document.createElement("li"), bar = document.createElement("i");
+    const share = `${Math.round((100 * accepted) / drafts.drafts)}%`;
+    bar.style.width = share;
+    row.append(`${i + 1}`, bar, share);
+    return row;
+  }));
 }
 
 function listHolders() {

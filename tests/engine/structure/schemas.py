@@ -83,3 +83,64 @@ def with_definitions(draw):
 
 
 EVERY = st.one_of(SCHEMAS, with_definitions())
+
+
+# Wide schemas have combinations that may contradict each other, or that are not served.
+PATTERNS = st.sampled_from(
+    ["^[a-c]{1,4}$", r"^\d{2}-\d{2}$", "b", r"^\w+$", "a.c", r"^\S\s?$", "é"]
+)
+FORMATS = st.sampled_from(
+    ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"]
+)
+COUNTS, QUARTERS = st.integers(0, 4), st.integers(-80, 80).map(lambda n: n / 4)
+NUMBER_WORDS = {
+    "minimum": QUARTERS,
+    "maximum": QUARTERS,
+    "exclusiveMinimum": QUARTERS,
+    "exclusiveMaximum": QUARTERS,
+    "multipleOf": st.sampled_from([1, 2, 3, 0.5, 0.25, 7]),
+}
+STRING_WORDS = {"minLength": COUNTS, "maxLength": COUNTS, "pattern": PATTERNS, "format": FORMATS}
+TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
+
+
+def some_of(words, most=2):
+    """An object with some of these keywords."""
+    names = st.lists(st.sampled_from(sorted(words)), unique=True, max_size=most)
+    return names.flatmap(lambda chosen: st.fixed_dictionaries({n: words[n] for n in chosen}))
+
+
+def object_words(inner):
+    names = st.lists(NAMES, max_size=2, unique=True)
+    return {
+        "properties": st.dictionaries(NAMES, inner, max_size=3),
+        "required": names,
+        "additionalProperties": st.one_of(st.booleans(), inner),
+        "patternProperties": st.dictionaries(PATTERNS, inner, min_size=1, max_size=1),
+        "minProperties": COUNTS,
+        "maxProperties": COUNTS,
+    }
+
+
+def array_words(inner):
+    return {
+        "items": inner,
+        "prefixItems": st.lists(inner, min_size=1, max_size=2),
+        "minItems": COUNTS,
+        "maxItems": COUNTS,
+    }
+
+
+def wide(inner):
+    several, types = st.lists(inner, min_size=1, max_size=3), st.sampled_from(TYPES)
+    type_word = st.one_of(types, st.lists(types, min_size=1, max_size=2, unique=True))
+    words = [NUMBER_WORDS, STRING_WORDS, object_words(inner), array_words(inner)]
+    words.append({word: several for word in ("allOf", "anyOf", "oneOf")})
+    return st.builds(
+        lambda kind, *parts: {k: v for part in (kind, *parts) for k, v in part.items()},
+        st.one_of(st.just({}), type_word.map(lambda kind: {"type": kind})),
+        *[some_of(group, 1 if group is NUMBER_WORDS else 2) for group in words],
+    )
+
+
+WIDE = st.recursive(st.one_of(LEAVES, st.booleans()), wide, max_leaves=5)

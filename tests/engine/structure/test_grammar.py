@@ -48,6 +48,7 @@ def test_every_name_gives_a_grammar():
         (None, {"json": [1]}, "must be an object"),
         (None, {"json": {"enum": [{1}]}}, "is not JSON"),
         (None, {"json": {"pattern": "(a{999}){999}"}}, "repeats its parts"),
+        (None, {"json": {"patternProperties": {"(a{999}){999}": {}}}}, "repeats its parts"),
         (None, {"json": nested(70)}, "deeper than 64 levels"),
         (None, {"json": nested(100_000)}, "deeper than 64 levels"),
         (None, {"json": {"enum": ["x" * 70_000]}}, "up to 65536 are served"),

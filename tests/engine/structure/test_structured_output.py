@@ -1,5 +1,5 @@
-"""Texts of the built-in model follow their grammars: schemas that hypothesis writes, at random
-temperatures, are validated by jsonschema_rs (draft 2020-12).
+"""Texts of the built-in model follow their grammars: schemas that hypothesis writes, and those of
+every keyword, at random temperatures, are validated by jsonschema_rs (draft 2020-12).
 """
 
 import json
@@ -18,7 +18,9 @@ jsonschema_rs = pytest.importorskip("jsonschema_rs")
 from onchip.core.extras import MissingPackageError  # noqa: E402
 from onchip.engine import LLM, SamplingParams  # noqa: E402
 from onchip.engine.structure import automaton, compiler  # noqa: E402
-from tests.engine.structure.schemas import EVERY  # noqa: E402
+from tests.engine.structure.keywords import SERVED  # noqa: E402
+from tests.engine.structure.schemas import EVERY, WIDE  # noqa: E402
+from tests.engine.structure.walks import parse_json  # noqa: E402
 
 POINT = {
     "type": "object",
@@ -31,6 +33,8 @@ POINT = {
 }
 # Optional properties cost quadratic time: several seconds, and hundreds of MiB.
 EXPLODING = {"type": "object", "properties": {f"{i:x}": {} for i in range(5000)}}
+
+ANY = st.one_of(EVERY, EVERY, WIDE, st.sampled_from(SERVED))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,14 @@ def structured(max_tokens=300, **outputs):
     return SamplingParams(max_tokens=max_tokens, structured_outputs=outputs)
 
 
+def is_served(llm, schema):
+    error = llm.engine.compile_grammar(structured(json=schema)).error
+    assert error is None or error.startswith("the JSON schema is not served: "), error
+    return error is None
+
+
 def check_schemas(llm, schemas, temperature):
+    """How many texts ended; all of them are valid."""
     params = [
         SamplingParams(
             temperature=temperature, max_tokens=200, seed=i, structured_outputs={"json": schema}
@@ -60,7 +71,7 @@ def check_schemas(llm, schemas, temperature):
         assert choice.finish_reason in ("stop", "length"), choice
         if choice.finish_reason == "stop":
             finished += 1
-            value = json.loads(choice.text)
+            value = parse_json(choice.text)
             assert jsonschema_rs.is_valid(schema, value, validate_formats=True), choice.text
     return finished
 
@@ -77,9 +88,10 @@ def test_generated_schemas(llm, schemas, temperature):
 @settings(
     max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )
-@given(st.lists(EVERY, min_size=20, max_size=20), st.floats(0, 2))
+@given(st.lists(ANY, min_size=20, max_size=20), st.floats(0, 2))
 def test_a_thousand_generated_schemas(llm, schemas, temperature):
-    check_schemas(llm, schemas, round(temperature, 3))
+    served = [schema for schema in schemas if is_served(llm, schema)]
+    check_schemas(llm, served, round(temperature, 3))
 
 
 def test_most_texts_of_a_small_schema_end(llm):
@@ -136,6 +148,31 @@ def test_free_requests_get_the_same_tokens_as_alone(llm):
     assert [output.outputs[0].token_ids for output in outputs[::2]] == alone
     for output in outputs[1::2]:
         assert jsonschema_rs.is_valid(POINT, json.loads(output.outputs[0].text))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "draft", "model": "tiny"}],
+    ids=["ngram", "draft"],
+)
+def test_drafts_change_no_structured_text(llm, method):
+    """Also drafts that the grammar does not allow, and drafts after its end."""
+    schema = {"type": "array", "items": POINT, "minItems": 2, "maxItems": 2}
+    outputs = [{"json": schema}, {"regex": "(ab|ba){4,9}c"}, {"choice": ["yes", "yesterday"]}, None]
+    params = [
+        SamplingParams(temperature=i % 2, max_tokens=60, seed=3, structured_outputs=one)
+        for i, one in enumerate([*outputs, *outputs[:3]])
+    ]
+    config = {"num_speculative_tokens": 3} | method
+    with LLM(num_pages=257, speculative_config=config) as drafted:
+        found = generate(drafted, ["ab yes ab yes"] * len(params), params)
+        stats = drafted.stats().speculation
+        drafted.engine.scheduler.check()
+    expected = generate(llm, ["ab yes ab yes"] * len(params), params)
+    visible = lambda output: [(o.text, o.token_ids, o.finish_reason) for o in output.outputs]
+    assert [visible(o) for o in found] == [visible(o) for o in expected]
+    assert stats.num_accepted_tokens > 20 and stats.failure is None
+    assert method["method"] == "ngram" or stats.acceptance_rate > 0.9
 
 
 @pytest.mark.parametrize("swap_space", [0, 0.25])
