@@ -50,7 +50,7 @@ def test_unsafe_options_are_warned_about_without_printing_keys(options, word, ca
 def test_max_queue_is_bounded_by_the_engine(count):
     args = parse(["serve", "--max-queue", count])
     with pytest.raises(ValueError, match=f"max_queue={count}"):
-        command._options(args, Address(), Keyring())
+        command.make_options(args, Address(), Keyring())
 
 
 @pytest.mark.parametrize(
