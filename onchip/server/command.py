@@ -71,6 +71,7 @@ def _serve_replicas(
     from .replicas.cluster import Cluster  # starts Ray's own threads
     from .replicas.gateway import Gateway
 
+    options = replace(options, max_open=options.max_open * args.replicas)
     with Cluster(vars(args)) as replicas:
         announce = lambda: _announce(options.model, keys, url_of(sock), args.model)
         process = ServerProcess(Gateway(replicas, options, keys), args.drain_s, announce)

@@ -13,7 +13,7 @@ With it, the prefix reaches a second replica as soon as the first is busy, and b
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-MAX_ENTRIES = 1 << 18  # pairs of key and replica: about 64 MiB
+MAX_ENTRIES = 1 << 18  # pairs of key and replica: under 64 MiB
 SLACK = 8  # open requests
 
 

@@ -11,13 +11,14 @@ drawn here, because Ray runs any code that it is sent.
 import logging
 import os
 import secrets
+import sys
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from starlette.types import Message
 
-# Before Ray is imported, which reads them.
-if not os.environ.get("RAY_ADDRESS"):
+# Ray reads these when it is imported, so an import before this one decides by itself.
+if not os.environ.get("RAY_ADDRESS") and "ray" not in sys.modules:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
@@ -38,6 +39,12 @@ APPLICATION = "onchip"
 ROUTER = "onchip.server.replicas.router.PrefixRouter"
 STORE_BYTES = 256 << 20  # of Ray's object store on this machine; a body has a few MiB
 MIN_QUEUED = 64  # requests that wait while others are being routed
+_LOCAL = {
+    "include_dashboard": False,
+    "object_store_memory": STORE_BYTES,
+    "logging_level": "warning",
+    "_node_ip_address": "127.0.0.1",
+}
 # Options of the gateway alone: replicas need no keys and no address.
 _GATEWAY_ONLY = ("api_key", "api_key_file", "host", "port", "replicas")
 
@@ -56,23 +63,28 @@ class Cluster:
     """
 
     options: Mapping[str, Any]
+    router: str
 
     def __init__(self, options: Mapping[str, Any], router: str = ROUTER):
         device = options["device"]
         if device is not None and ":" in device:
             raise ValueError(f"device={device!r} names one device: Ray gives each replica its own")
-        self.options, self._router = options, router
+        self.options, self.router = options, router
 
     def __enter__(self) -> "RayReplicas":
         address = os.environ.get("RAY_ADDRESS")
         self._is_own = not address and not ray.is_initialized()
         if self._is_own:
-            ray.init("local", **_local_options(self.options["replicas"]))
+            ray.init("local", **_LOCAL)
         elif not ray.is_initialized():
             ray.init(address, logging_level="warning")
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config=_logging())
-        return RayReplicas(self.scale(self.options["replicas"]))
+        try:
+            return RayReplicas(self.scale(self.options["replicas"]))
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *exc: object) -> None:
         serve.delete(APPLICATION)
@@ -83,6 +95,11 @@ class Cluster:
         """Run this many replicas, and return the handle of Ray Serve. Returns when new ones are
         ready; those that go finish their requests first, for at most drain_s.
         """
+        num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        if self._is_own and self._gpus_each() * num_replicas > num_gpus:  # Ray would wait for more
+            raise ValueError(
+                f"{num_replicas} replicas need a GPU each: this machine has {num_gpus}"
+            )
         application = self._deployment(num_replicas).bind(self._replica_options())
         return serve.run(application, name=APPLICATION, route_prefix=None)
 
@@ -97,28 +114,19 @@ class Cluster:
             max_queued_requests=max(MIN_QUEUED, options["max_queue"]),
             graceful_shutdown_timeout_s=options["drain_s"],
             graceful_shutdown_wait_loop_s=0.5,
-            ray_actor_options={"num_cpus": 1, "num_gpus": self._num_gpus()},
-            request_router_config=RequestRouterConfig(request_router_class=self._router),
+            # On one machine, more replicas than cores are allowed.
+            ray_actor_options={"num_cpus": 0 if self._is_own else 1, "num_gpus": self._gpus_each()},
+            request_router_config=RequestRouterConfig(request_router_class=self.router),
             logging_config=_logging(),
         )
 
-    def _num_gpus(self) -> int:
+    def _gpus_each(self) -> int:
         device = self.options["device"]
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         return int(has_gpus if device is None else device == "cuda")
 
     def _replica_options(self) -> dict[str, Any]:
         return {name: v for name, v in self.options.items() if name not in _GATEWAY_ONLY}
-
-
-def _local_options(num_replicas: int) -> dict[str, Any]:
-    return {
-        "num_cpus": max(num_replicas, os.cpu_count() or 1),
-        "include_dashboard": False,
-        "object_store_memory": STORE_BYTES,
-        "logging_level": "warning",
-        "_node_ip_address": "127.0.0.1",
-    }
 
 
 def _logging() -> LoggingConfig:

@@ -55,9 +55,12 @@ def test_a_long_prompt_has_few_keys():
 
 @pytest.mark.parametrize(
     "body",
-    [None, 5, [], {}, {"prompt": None}, {"prompt": 5.5}, {"prompt": ["a", 3]}, {"prompt": [2**70]}]
-    + [{"prompt": [0.5]}, {"prompt": {}}, {"messages": 3}, {"messages": [None]}, {"prompt": "short"}]
-    + [{"prompt": "\ud800" * 9}, {"prompt": "p", "cache_salt": {}}],
+    [
+        *(None, 5, [], {}, {"prompt": None}, {"prompt": 5.5}, {"prompt": ["a", 3]}),
+        *({"prompt": [2**70]}, {"prompt": [0.5]}, {"prompt": {}}, {"prompt": "short"}),
+        *({"messages": 3}, {"messages": [None]}, {"prompt": "\ud800" * 9}),
+        {"prompt": "p", "cache_salt": {}},
+    ],
 )
 def test_a_body_without_a_valid_prompt_has_no_keys(body):
     assert prompt_keys(body) == []
