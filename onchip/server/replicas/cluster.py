@@ -101,7 +101,11 @@ class Cluster:
                 f"{num_replicas} replicas need a GPU each: this machine has {num_gpus}"
             )
         application = self._deployment(num_replicas).bind(self._replica_options())
-        return serve.run(application, name=APPLICATION, route_prefix=None)
+        try:
+            return serve.run(application, name=APPLICATION, route_prefix=None)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[-1]  # the error of a replica
+            raise ValueError(f"the replicas did not start: {reason}") from error
 
     def _deployment(self, num_replicas: int) -> Any:
         options = self.options
@@ -118,6 +122,7 @@ class Cluster:
             ray_actor_options={"num_cpus": 0 if self._is_own else 1, "num_gpus": self._gpus_each()},
             request_router_config=RequestRouterConfig(request_router_class=self.router),
             logging_config=_logging(),
+            max_constructor_retry_count=1,  # a model that does not load will not load later
         )
 
     def _gpus_each(self) -> int:

@@ -125,8 +125,8 @@ def count_cached(client, prompts):
 
 
 def test_routing_by_prefix_caches_twice_as_many_tokens_as_round_robin(request):
-    """24 prefixes of 512 tokens, 6 requests each. A replica has room for 16 prefixes."""
-    prompts = prompts_with(24, 6, seed=4)
+    """40 prefixes of 512 tokens, 3 requests each. A replica has room for 15 prefixes."""
+    prompts = prompts_with(40, 3, seed=4)
     router = "tests.server.replicas.round_robin.RoundRobinRouter"
     with serve(router=router) as (_, url), connect(url) as client:
         in_turn = count_cached(client, prompts)
