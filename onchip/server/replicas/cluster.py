@@ -104,8 +104,8 @@ class Cluster:
         try:
             return serve.run(application, name=APPLICATION, route_prefix=None)
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[-1]  # the error of a replica
-            raise ValueError(f"the replicas did not start: {reason}") from error
+            # Ray Serve has printed the replica's own error.
+            raise ValueError(f"the replicas did not start, as the log says: {error}") from None
 
     def _deployment(self, num_replicas: int) -> Any:
         options = self.options
