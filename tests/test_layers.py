@@ -90,7 +90,7 @@ ALLOWED = {
         *("core.problem", "cost", "kvcache", "models", "parallel"),
     },
     "nn": {"core.arguments", "core.functional", "core.problem", "masks", "models"},
-    "server": {"core.extras", "core.hub_cache", "core.problem", "engine", "models"},
+    "server": {"core.extras", "core.hub_cache", "core.problem", "engine", "kvcache", "models"},
     "integrations": {
         *("core.backend", "core.call_cache", "core.device", "core.functional", "core.problem"),
         *("core.signatures", "core.torch_mode", "core.torch_op", "core.validation", "core.values"),
@@ -132,6 +132,7 @@ ONLY_UNDER = {
     ),
     "transformers": ("models/interface.py", "integrations"),
     "llguidance": ("engine/structure/automaton.py",),
+    "ray": ("server/replicas/cluster.py", "server/replicas/router.py"),
     "click": ("cli",),
     "rich": ("cli", "engine/progress.py"),
     "matplotlib": ("cli", "masks/show.py"),

@@ -202,6 +202,16 @@ class PrefixIndex:
         self.stats = PrefixStats(a + requested, s + shared, c + copied)
 
 
+def chain_keys(root: bytes, ids: bytes, block_bytes: int, max_keys: int) -> list[bytes]:
+    """The key of every history of full blocks, shortest first, at most max_keys. ids: token ids, or
+    any other bytes that two prompts with a common prefix have in common.
+    """
+    chain = Chain(root)
+    for end in range(block_bytes, min(len(ids), max_keys * block_bytes) + 1, block_bytes):
+        chain.keys.append(_key(chain.last, ids[end - block_bytes : end]))
+    return chain.keys
+
+
 def pack_token_ids(tokens: Sequence[int]) -> "array[int]":
     """Token ids as 64-bit integers; a ValueError if they are anything else."""
     if isinstance(tokens, (bytes, bytearray)):  # array would read them as raw memory

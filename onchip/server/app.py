@@ -197,6 +197,9 @@ class Server:
             app.add_exception_handler(kind, self._respond_to_error)
         return app
 
+    async def drain(self, timeout_s: float) -> None:
+        await self.service.drain(timeout_s)
+
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.service.start()

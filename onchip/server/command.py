@@ -1,6 +1,7 @@
 """`onchip serve`: from options to a running server."""
 
 import logging
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
+from onchip.core.extras import require
 from onchip.core.hub_cache import is_model_id
 from onchip.engine.engine import Engine
 from onchip.engine.llm import LLM
@@ -21,6 +23,7 @@ from .app import Server, ServerOptions
 from .process import Address, ServerProcess, raise_file_limit, url_of
 
 LOG = logging.getLogger("onchip.serve")
+LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 BUILTIN_PAGES = 2049  # for the built-in model, 112 MiB; the live page draws all but the null page
 
 
@@ -28,27 +31,52 @@ def serve(args: SimpleNamespace) -> int:
     """Run until SIGTERM, or until SIGINT, which raises KeyboardInterrupt once the server has ended.
     Options are checked before the model loads.
     """
-    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(format=LOG_FORMAT)
     logging.getLogger("onchip").setLevel(args.log_level.upper())  # other packages log warnings only
     address = Address(args.host, args.port)
     keys = _keyring(args, address)
-    options = _options(args, address, keys)
-    speculation = SpeculativeConfig.parse_json(args.speculative_config)
+    options = make_options(args, address, keys)
+    SpeculativeConfig.parse_json(args.speculative_config)
+    if args.replicas > 1:
+        require("onchip serve --replicas", "ray", "ray")
     sock = address.bind()
     raise_file_limit()
-    engine = _model(args, speculation).engine
-    LOG.info("%s", describe(engine, options.model))
-    if args.model not in builtin.NAMES:  # a vocabulary of 257 tokens needs no preparation
-        engine.warm_up_grammars()
-    options = replace(options, model_type=getattr(engine.model.config, "model_type", ""))
-    server = Server(engine, options, keys)
-    announce = lambda: _announce(server, url_of(sock), args.model)
+    if args.replicas > 1:
+        return _serve_replicas(args, options, keys, sock)
+    server = make_server(args, options, keys)
+    announce = lambda: _announce(options.model, keys, url_of(sock), args.model)
     process = ServerProcess(server, args.drain_s, announce)
     process.run([sock])
     if server.service.death_cause:
         return 1
     if process.was_interrupted:
-        raise KeyboardInterrupt(_summarise(engine.stats()))
+        raise KeyboardInterrupt(_summarise(server.service.stats))
+    return 0
+
+
+def make_server(args: SimpleNamespace, options: ServerOptions, keys: Keyring) -> Server:
+    """Load the model and put a server in front of its engine."""
+    engine = _model(args, SpeculativeConfig.parse_json(args.speculative_config)).engine
+    LOG.info("%s", describe(engine, options.model))
+    if args.model not in builtin.NAMES:  # a vocabulary of 257 tokens needs no preparation
+        engine.warm_up_grammars()
+    options = replace(options, model_type=getattr(engine.model.config, "model_type", ""))
+    return Server(engine, options, keys)
+
+
+def _serve_replicas(
+    args: SimpleNamespace, options: ServerOptions, keys: Keyring, sock: socket.socket
+) -> int:
+    from .replicas.cluster import Cluster  # starts Ray's own threads
+    from .replicas.gateway import Gateway
+
+    options = replace(options, max_open=options.max_open * args.replicas)
+    with Cluster(vars(args)) as replicas:
+        announce = lambda: _announce(options.model, keys, url_of(sock), args.model)
+        process = ServerProcess(Gateway(replicas, options, keys), args.drain_s, announce)
+        process.run([sock])
+    if process.was_interrupted:
+        raise KeyboardInterrupt("the replicas have ended")
     return 0
 
 
@@ -87,7 +115,7 @@ def _model(args: SimpleNamespace, speculation: SpeculativeConfig | None) -> LLM:
     )
 
 
-def _options(args: SimpleNamespace, address: Address, keys: Keyring) -> ServerOptions:
+def make_options(args: SimpleNamespace, address: Address, keys: Keyring) -> ServerOptions:
     for name in ("max_queue", "drain_s"):
         if not getattr(args, name) >= 0:
             raise ValueError(f"{name}={getattr(args, name)} must not be negative")
@@ -135,8 +163,8 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _announce(server: Server, url: str, model: str) -> None:
+def _announce(name: str, keys: Keyring, url: str, model: str) -> None:
     if note := about(model):
         print(note)
-    kind = "no key needed" if server.keys.is_open else "with keys"
-    print(f"{server.options.model} on {url}/v1, live page {url}/ ({kind})", flush=True)
+    kind = "no key needed" if keys.is_open else "with keys"
+    print(f"{name} on {url}/v1, live page {url}/ ({kind})", flush=True)

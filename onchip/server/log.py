@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect
@@ -19,7 +20,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from onchip.engine.request import RequestOutput
 
 from .errors import CLIENT_GONE, APIError, error_response
-from .metrics import Metrics
 from .protocol import Usage
 
 LOG = logging.getLogger("onchip.serve")
@@ -62,6 +62,12 @@ def get_record(scope: Scope) -> RequestRecord:
     return scope.get("state", {}).get("record") or RequestRecord("-")
 
 
+class FailureCounter(Protocol):
+    def count_failure(self, status: int) -> None: ...
+
+    def count_disconnect(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class RequestLog:
     """ASGI middleware around the whole application: the header X-Request-Id, the log line, and the
@@ -69,7 +75,7 @@ class RequestLog:
     """
 
     app: ASGIApp
-    metrics: Metrics
+    metrics: FailureCounter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

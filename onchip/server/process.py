@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol  # h11 bounds the size of headers
 
-from .app import Server
 from .auth import LOCAL_NAMES, MAX_HEAD_BYTES
 from .errors import APIError
 
@@ -153,19 +153,28 @@ class Connection(H11Protocol):
             self.transport.close()
 
 
+class Drainable(Protocol):
+    """A Server, or the gateway of several."""
+
+    @property
+    def app(self) -> ASGIApp: ...
+
+    async def drain(self, timeout_s: float) -> None: ...
+
+
 class ServerProcess(uvicorn.Server):
     """A first SIGTERM or SIGINT drains the server: it accepts no new requests, open ones may finish
     for drain_s, then they fail. A second signal ends it at once. announce: called once it listens.
     max_connections: limit of connections at a time. was_interrupted: whether SIGINT came.
     """
 
-    server: Server
+    server: Drainable
     drain_s: float
     should_exit: bool
 
     def __init__(
         self,
-        server: Server,
+        server: Drainable,
         drain_s: float,
         announce: Callable[[], None] | None = None,
         max_connections: int | None = None,
@@ -233,7 +242,7 @@ class ServerProcess(uvicorn.Server):
             connection.transport.abort()  # pyright: ignore (all are of class Connection)
 
     async def _end(self, drain_s: float) -> None:
-        await self.server.service.drain(drain_s)
+        await self.server.drain(drain_s)
         self.should_exit = True
 
 
@@ -277,7 +286,7 @@ class BackgroundServer:
 
     def __init__(
         self,
-        server: Server,
+        server: Drainable,
         address: Address | None = None,
         drain_s: float = 5.0,
         max_connections: int | None = None,

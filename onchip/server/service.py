@@ -259,7 +259,7 @@ class Service:
         if self._death_cause is not None:
             raise _dead_error(self._death_cause)
         if self._state is not ServiceState.READY:
-            raise _closing_error()
+            raise closing_error()
         taken = self.num_open + self.num_incoming
         if taken + count > self._max_open:
             raise APIError(
@@ -272,7 +272,7 @@ class Service:
     def _fail_incoming(self) -> None:
         """A body that is still being read would be rejected at its end; reject it now."""
         for incoming in self._incoming:
-            incoming.fail(_closing_error())
+            incoming.fail(closing_error())
 
     def _drop(self, pending: PendingCall) -> None:
         for request_id in pending.request_ids:
@@ -417,7 +417,7 @@ class Service:
             LOG.debug("the event loop is closed")
 
 
-def _closing_error() -> APIError:
+def closing_error() -> APIError:
     return APIError(
         503,
         "the server is shutting down",

@@ -7,10 +7,12 @@ import pytest
 
 from onchip import engine
 from onchip.cli import root
+from onchip.core import extras
 from onchip.server import command
 from onchip.server.api_keys import Keyring
 from onchip.server.process import Address
 from onchip.server.protocol import ChatRequest, CompletionRequest
+from onchip.server.replicas.metrics import GatewayMetrics
 from tests.cli.parsing import parse
 
 TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -24,7 +26,7 @@ def test_every_option_is_explained():
 def test_every_metric_is_listed_and_no_other(shared, ask):
     assert ask(shared, "/v1/completions", {"prompt": "abc"})[0] == 200
     assert ask(shared, "/v1/completions", {"prompt": ""})[0] == 400
-    page = ask(shared, "/metrics")[1]
+    page = ask(shared, "/metrics")[1] + GatewayMetrics().render({}, 0).decode()
     families = re.findall(r"^# TYPE (\w+) (?!gauge)\w+|^# TYPE (\w+) gauge", page, re.MULTILINE)
     exported = {a or b for a, b in families if not (a or b).endswith("_created")}
     assert exported == {name for name in NAMED if name.startswith("onchip_")}
@@ -50,7 +52,7 @@ def test_unsafe_options_are_warned_about_without_printing_keys(options, word, ca
 def test_max_queue_is_bounded_by_the_engine(count):
     args = parse(["serve", "--max-queue", count])
     with pytest.raises(ValueError, match=f"max_queue={count}"):
-        command._options(args, Address(), Keyring())
+        command.make_options(args, Address(), Keyring())
 
 
 @pytest.mark.parametrize(
@@ -74,3 +76,11 @@ def test_every_field_is_named():
     unused |= {"safety_identifier", "modalities", "store", "suffix"}
     fields = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
     assert fields - unused <= NAMED
+
+
+def test_replicas_without_ray_say_what_to_install(monkeypatch):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    args = parse(["serve", "--port", "0", "--model", "no-such-model", "--replicas", "2"])
+    message = r"--replicas needs ray: pip install '.\[ray\]'"
+    with pytest.raises(extras.MissingPackageError, match=message):
+        command.serve(args)

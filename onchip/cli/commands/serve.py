@@ -34,6 +34,7 @@ def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
     examples=(
         ("onchip serve", "The built-in model on port 8000."),
         ("onchip serve --model Qwen/Qwen3-0.6B --api-key-file keys.txt", "A model, with keys."),
+        ("onchip serve --replicas 3", "Three servers behind one address, on Ray Serve."),
         ("onchip serve --port 9000 --print-config > serve.toml", "Write a file of options."),
         ("onchip serve --config serve.toml", "Serve with these options."),
     ),
@@ -66,6 +67,13 @@ def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
 )
 @click.option(
     "--api-key", metavar="KEY", help="Accept this API key; it is visible in the process list."
+)
+@click.option(
+    "--replicas",
+    type=POSITIVE,
+    default=1,
+    metavar="N",
+    help="Number of servers behind this address, on Ray Serve; 1: in this process.",
 )
 @device_option()
 @model_dtype_option()

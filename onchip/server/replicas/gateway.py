@@ -1,0 +1,244 @@
+"""The application in front of the replicas. It checks key, host and body as a single server does,
+finds the keys of the prompt, and passes the messages of the replica's response on.
+
+If a replica dies, its unfinished requests end in an error that a client may retry: status 503 with
+Retry-After, or an `error` event in a stream that has begun. Requests of other replicas go on.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import Message, Receive, Scope, Send
+
+from onchip.server.api_keys import Keyring
+from onchip.server.app import ServerOptions
+from onchip.server.auth import AuthMiddleware
+from onchip.server.bodies import INLINE_BYTES, BodyMemory, BodyReader, load
+from onchip.server.errors import APIError, error_response
+from onchip.server.log import HEADER, RequestLog, get_record
+from onchip.server.pending import IncomingRequest
+from onchip.server.service import RETRY_AFTER_S, closing_error
+from onchip.server.streaming import GRACE_S, run_until, watch_disconnect
+
+from .metrics import GatewayMetrics
+from .prompts import prompt_keys
+from .request import ReplicaRequest, forwarded_scope
+
+BROADCAST_S = 5.0  # for all replicas to answer
+
+
+class ReplicaDied(Exception):
+    """The replica of a request died before the response was complete."""
+
+
+class ReplicasBusy(Exception):
+    """All replicas have as many requests as they take."""
+
+
+class ReplicaCalls(Protocol):
+    """Calls of replicas; see cluster.RayReplicas."""
+
+    def respond(self, request: ReplicaRequest) -> AsyncGenerator[Message, None]:
+        """The messages of a response. Closing the iterator cancels the request."""
+        ...
+
+    async def broadcast(self, method: str, timeout_s: float) -> dict[str, Any]:
+        """The results of a method, by name of the replica. Empty if not all answer in time."""
+        ...
+
+
+class Gateway:
+    """`app` is the application. options: limits of bodies, of open requests and of hosts."""
+
+    options: ServerOptions
+    keys: Keyring
+    metrics: GatewayMetrics
+    app: Starlette
+
+    def __init__(self, replicas: ReplicaCalls, options: ServerOptions, keys: Keyring):
+        self.options, self.keys, self.metrics = options, keys, GatewayMetrics()
+        self._replicas = replicas
+        self._open: set[IncomingRequest] = set()
+        self._is_draining = False
+        self._workers = ThreadPoolExecutor(1, "onchip-prompts")
+        memory = BodyMemory(options.max_bodies_bytes)
+        self._reader = BodyReader(options.max_body_bytes, memory, self._track, self._workers)
+        routes = [Route(f"/{name}", getattr(self, f"_{name}")) for name in _OWN_PATHS]
+        self.app = Starlette(
+            routes=[*routes, Mount("/", app=self._forward)],
+            middleware=[
+                Middleware(RequestLog, metrics=self.metrics),
+                Middleware(AuthMiddleware, keys=keys, hosts=options.hosts),
+            ],
+            exception_handlers={HTTPException: self._respond_to_error},
+        )
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Accept no new requests and finish the open ones; after timeout_s they fail."""
+        self._is_draining = True
+        end = time.monotonic() + timeout_s
+        while self._open and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        for request in self._open:
+            request.fail(closing_error())
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = RelayedResponse(send)
+        try:
+            with self._track() as incoming:
+                body = await self._read(Request(scope, receive), incoming)
+                work = self._relay(await self._address(scope, body), response)
+                await run_until(work, incoming.wait_for_failure(), watch_disconnect(receive))
+        except APIError as error:
+            if not response.is_stream:
+                raise
+            self.metrics.count_failure(error.status)
+            await response.fail(error)
+
+    async def _read(self, request: Request, incoming: IncomingRequest) -> bytes:
+        with self._reader.memory.reserve() as reservation:
+            work = self._reader.read(request, reservation)
+            return await run_until(work, incoming.wait_for_failure())
+
+    async def _address(self, scope: Scope, body: bytes) -> ReplicaRequest:
+        salt = scope["state"]["salt"] or b""
+        keys: list[bytes] = []
+        if len(body) > INLINE_BYTES:
+            loop = asyncio.get_running_loop()
+            keys = await loop.run_in_executor(self._workers, _find_keys, body, salt)
+        elif body:
+            keys = _find_keys(body, salt)
+        head = forwarded_scope(scope, salt, get_record(scope).request_id)
+        return ReplicaRequest(head, body, keys)
+
+    async def _relay(self, request: ReplicaRequest, response: "RelayedResponse") -> None:
+        """The replica enforces the time limit of a request; the limit here is for requests that
+        wait for a replica.
+        """
+        limit_s = self.options.max_request_s + 2 * GRACE_S
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                aclosing(self._replicas.respond(request)) as messages,
+            ):
+                async for message in messages:
+                    await response.send(message)
+                await response.finish()
+        except TimeoutError:
+            raise APIError(504, f"not done within {limit_s:g} s", code="deadline") from None
+        except ReplicaDied:
+            self.metrics.count_lost()
+            raise _lost_error() from None
+        except ReplicasBusy as error:
+            message = f"no replica takes more requests: {error}"
+            raise APIError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S) from None
+
+    @contextmanager
+    def _track(self) -> Iterator[IncomingRequest]:
+        if self._is_draining:
+            raise closing_error()
+        if self.num_open >= self.options.max_open:
+            message = f"{self.num_open} requests are open, at most {self.options.max_open} may be"
+            raise APIError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
+        incoming = IncomingRequest()
+        self._open.add(incoming)
+        try:
+            yield incoming
+        finally:
+            self._open.discard(incoming)
+
+    async def _health(self, request: Request) -> Response:
+        """Of the gateway itself: Ray Serve restarts replicas."""
+        return JSONResponse({"status": "ok", "reason": None})
+
+    async def _ready(self, request: Request) -> Response:
+        """200 while at least one replica is ready."""
+        answers = await self._replicas.broadcast("is_ready", BROADCAST_S)
+        num_ready = sum(answers.values())
+        status = "ready" if num_ready else "no replica is ready"
+        if self._is_draining:
+            status = "draining"
+        body = {"status": status, "replicas": len(answers), "replicas_ready": num_ready}
+        return JSONResponse(body, 200 if status == "ready" else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        pages = await self._replicas.broadcast("render_metrics", BROADCAST_S)
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(self.metrics.render(pages, self.num_open), media_type=kind)
+
+    async def _respond_to_error(self, request: Request, error: Exception) -> Response:
+        if not isinstance(error, APIError):
+            status = error.status_code if isinstance(error, HTTPException) else 500
+            error = APIError(status, str(getattr(error, "detail", error)))
+        self.metrics.count_failure(error.status)
+        return error_response(error)
+
+
+_OWN_PATHS = ("health", "ready", "metrics")  # all others are the replicas'
+
+
+class RelayedResponse:
+    """The response of a replica on its way to the client. is_stream: server-sent events have begun,
+    so an error is one more event.
+    """
+
+    is_stream: bool
+
+    def __init__(self, send: Send):
+        self._send, self.is_stream = send, False
+        self._last: Message | None = None
+
+    async def send(self, message: Message) -> None:
+        """The last message waits for `finish`: after it the connection looks disconnected, and the
+        replica's call would be cancelled before it has ended.
+        """
+        if message["type"] == "http.response.start":
+            # RequestLog of the gateway adds the same header.
+            headers = [pair for pair in message["headers"] if pair[0] != HEADER.encode()]
+            kind = dict(headers).get(b"content-type", b"")
+            self.is_stream = kind.startswith(b"text/event-stream")
+            message = {**message, "headers": headers}
+        elif not message.get("more_body"):
+            self._last = message
+            return
+        await self._send(message)
+
+    async def finish(self) -> None:
+        if self._last is not None:
+            await self._send(self._last)
+
+    async def fail(self, error: APIError) -> None:
+        """End a stream with an error."""
+        event = b"data: " + json.dumps(error.body).encode() + b"\n\ndata: [DONE]\n\n"
+        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+def _find_keys(body: bytes, salt: bytes) -> list[bytes]:
+    try:
+        return prompt_keys(load(body), salt)
+    except APIError:  # the replica names the error
+        return []
+
+
+def _lost_error() -> APIError:
+    return APIError(
+        503,
+        "the replica of this request died before it was done: send it again",
+        code="replica_died",
+        retry_after_s=RETRY_AFTER_S,
+    )

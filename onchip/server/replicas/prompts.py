@@ -1,0 +1,54 @@
+"""The keys of a request's prompt, by which requests with a common prefix find the same replica.
+
+The chain of hashes is that of the prefix index (onchip/kvcache/prefix.py). A prompt of token ids is
+cut into pages, as in the cache. A text is cut into blocks of bytes: the gateway runs no tokenizer
+and no chat template, and texts with a common beginning have tokens with a common beginning.
+"""
+
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any
+
+from pydantic_core import to_json
+
+from onchip.kvcache.prefix import chain_keys, pack_token_ids
+
+PAGE_TOKENS = 16  # of a block of token ids: the server's default page
+ID_BYTES = 8
+TEXT_BYTES = 64  # of a block of text: about 16 tokens of English
+MAX_KEYS = 2048  # of one prompt; the blocks after these do not influence its route
+
+
+def prompt_keys(body: Any, salt: bytes = b"") -> list[bytes]:
+    """The keys of a parsed body, shortest prefix first; empty if it has no prompt of a full block.
+    Under different salts, or different `cache_salt`, no two prompts have a key in common, as their
+    pages are not shared. A request with several prompts follows its first.
+    """
+    if not isinstance(body, Mapping):
+        return []
+    tenant = sha256(salt + str(body.get("cache_salt") or "").encode(errors="replace")).digest()
+    if body.get("messages"):
+        return _text_keys(_conversation(body), tenant)
+    prompt = _first_prompt(body.get("prompt"))
+    if isinstance(prompt, str):
+        return _text_keys(prompt.encode(errors="replace"), tenant)
+    try:
+        ids = pack_token_ids(prompt or ()).tobytes()
+    except ValueError:  # not token ids: the replica names the error
+        return []
+    return chain_keys(tenant + b"ids", ids, PAGE_TOKENS * ID_BYTES, MAX_KEYS)
+
+
+def _text_keys(text: bytes, tenant: bytes) -> list[bytes]:
+    return chain_keys(tenant + b"text", text, TEXT_BYTES, MAX_KEYS)
+
+
+def _conversation(body: Mapping[str, Any]) -> bytes:
+    """Tools first: chat templates write them into the first message."""
+    messages = body["messages"] if isinstance(body["messages"], list) else []
+    return b"".join(map(to_json, [body.get("tools"), *messages]))
+
+
+def _first_prompt(prompt: Any) -> Any:
+    is_batch = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
+    return prompt[0] if is_batch else prompt

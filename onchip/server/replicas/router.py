@@ -1,0 +1,60 @@
+"""The balancer as a request router of Ray Serve. Ray pickles this class by value, together with the
+names of its module.
+"""
+
+# pyright: reportMissingImports=false
+
+from collections.abc import Sequence
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from onchip.server.replicas.balancer import PrefixBalancer
+from onchip.server.replicas.request import ReplicaRequest
+
+
+class PrefixRouter(RequestRouter):
+    """Runs in the process of the gateway, on a thread of Ray Serve. A replica that rejects a
+    request, because it has too many, is followed by the next of the balancer's order.
+    """
+
+    # The default of 0.1 s is too short for a replica that shares its cores with steps of a model:
+    # a late answer would send the request to a replica without its prefix.
+    queue_len_response_deadline_s = 1.0
+
+    def initialize_state(self, **options: Any) -> None:
+        """options: of PrefixBalancer."""
+        self._balancer = PrefixBalancer(**options)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        keys: Sequence[bytes] = ()
+        if pending_request is not None:
+            # Otherwise Ray would ask again at once, without end, while all replicas are full.
+            pending_request.routing_context.should_backoff = True
+            keys = _find_keys(pending_request)
+        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        return [[by_id[name]] for name in self._balancer.choose(keys, list(by_id))]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        self._balancer.update(replica.replica_id.unique_id for replica in replicas)
+        super().update_replicas(replicas)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._balancer.update(left.unique_id for left in self.curr_replicas)
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        super().on_send_request(replica_id)
+        self._balancer.count_sent(replica_id.unique_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._balancer.count_completed(replica_id.unique_id)
+
+
+def _find_keys(pending: PendingRequest) -> Sequence[bytes]:
+    requests = [arg for arg in pending.args if isinstance(arg, ReplicaRequest)]
+    return requests[0].keys if requests else ()
