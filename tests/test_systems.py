@@ -16,10 +16,11 @@ LACKS = {
 # Imported before the system changes its name: other packages are not simulated.
 BEFORE = ("torch", "numpy", "rich.console", "fastapi", "uvicorn", "prometheus_client", "tokenizers")
 # Kernels that import Triton, imported by the first call that runs one; modules that import
-# transformers; and the program itself.
+# transformers or Ray; and the program itself.
 NOT_IMPORTED = (
     *("kernels.triton", "kernels.hopper", "kernels.llm", "kernels.runtime.raw_launch"),
     *("integrations.transformers", "integrations.flash_attn", "__main__"),
+    *("server.replicas.cluster", "server.replicas.router"),
 )
 
 PROGRAM = """
