@@ -118,15 +118,17 @@ def _counts(stats: Any) -> dict[str, Any]:
 
 
 def _speculation(stats: Any) -> dict[str, Any] | None:
-    """None before the first drafts."""
-    if not (drafts := stats.speculation) or not drafts.num_drafts:
+    """None before the first drafts, unless proposing them failed."""
+    drafts = stats.speculation
+    if drafts is None or not (drafts.num_drafts or drafts.failure):
         return None
+    length = round(drafts.mean_acceptance_length, 3) if drafts.num_drafts else None
     return {
         "drafts": drafts.num_drafts,
         "draft_tokens": drafts.num_draft_tokens,
         "accepted_tokens": drafts.num_accepted_tokens,
         "accepted_per_position": drafts.num_accepted_tokens_per_pos,
-        "mean_acceptance_length": round(drafts.mean_acceptance_length, 3),
+        "mean_acceptance_length": length,
         "failed": drafts.failure is not None,  # the log has the reason
     }
 

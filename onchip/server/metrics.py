@@ -27,6 +27,10 @@ _GAUGES = {
         "Mean number of tokens of a chunk with drafts, NaN before the first",
         lambda s: _drafts(s).mean_acceptance_length,
     ),
+    "spec_decode_failed": (
+        "1 if proposing drafts failed, which ends them",
+        lambda s: _drafts(s).failure is not None,
+    ),
 }
 _COUNTERS = {
     "tokens_generated": ("Tokens sampled", lambda s: s.tokens_generated),

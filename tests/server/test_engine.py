@@ -9,6 +9,7 @@ import pytest
 
 from onchip.engine import Engine, EngineStats, SamplingParams
 from onchip.engine.llm import LLM
+from onchip.engine.speculation.ngram import NgramProposer
 
 PATH = "/v1/completions"
 PROMPTS = ["Pages are lent, not given.", "a", "héllo " * 30]
@@ -89,6 +90,18 @@ def test_drafts_change_no_output_and_are_counted(serving, ask, offline):
     assert 'onchip_spec_decode_num_accepted_tokens_per_pos_total{position="2"}' in metrics
     (line,) = re.findall("^onchip_spec_decode_acceptance_length (.*)$", metrics, re.MULTILINE)
     assert float(line) == pytest.approx(1 + accepted / stats["drafts"]) and not stats["failed"]
+    assert "onchip_spec_decode_failed 0.0" in metrics
+
+
+def test_drafts_that_fail_before_the_first_are_visible(serving, ask, monkeypatch):
+    monkeypatch.setattr(NgramProposer, "propose", lambda self, wanted: 1 / 0)
+    llm = LLM("tiny", num_pages=99, swap_space=0, speculative_config={"num_speculative_tokens": 3})
+    with serving(llm.engine) as (url, _):
+        assert ask(url, "/stats")[1]["speculation"] is None
+        assert ask(url, PATH, {"prompt": "a", "max_tokens": 4})[0] == 200
+        metrics, stats = ask(url, "/metrics")[1], ask(url, "/stats")[1]["speculation"]
+    assert "onchip_spec_decode_failed 1.0" in metrics
+    assert stats["failed"] and stats["drafts"] == 0 and stats["mean_acceptance_length"] is None
 
 
 def test_a_scored_prompt_has_the_logprobs_of_its_tokens(url, ask, offline):

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from onchip.engine.llm import LLM
+from onchip.engine.speculation.ngram import NgramProposer
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = (
@@ -191,6 +192,20 @@ def test_accepted_drafts_are_drawn_by_position(browser, serving, ask):
         rows = browser.run("[...document.querySelectorAll('#positions li')].map(r => r.innerText)")
         assert len(rows) == 3 and all("%" in row for row in rows)
         assert browser.run("document.documentElement.scrollWidth") <= 360
+        browser.go("about:blank")
+    assert browser.errors == []
+
+
+def test_drafts_that_fail_before_the_first_are_shown(browser, serving, ask, monkeypatch):
+    monkeypatch.setattr(NgramProposer, "propose", lambda self, wanted: 1 / 0)
+    llm = LLM("tiny", num_pages=99, swap_space=0, speculative_config={"num_speculative_tokens": 2})
+    browser.errors.clear()
+    with serving(llm.engine, drain_s=0.0) as (url, _):
+        browser.go(f"{url}/")
+        ask(url, "/v1/completions", {"prompt": "a", "max_tokens": 4})
+        browser.until("now?.speculation?.failed")
+        assert not browser.run("document.getElementById('no-drafts').hidden")
+        assert browser.text("acceptance") == "no" and browser.text("positions") == "10%20%"
         browser.go("about:blank")
     assert browser.errors == []
 

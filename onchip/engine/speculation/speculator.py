@@ -109,12 +109,12 @@ class Speculator:
     def _propose(self, wanted: Sequence[tuple[Chunk, int]]) -> list[tuple[Chunk, tuple[int, ...]]]:
         samples = [(chunk.sample, limit) for chunk, limit in wanted]
         try:
-            found = self._proposer.propose(samples)
+            proposals = self._proposer.propose(samples)
         except Exception as error:  # whatever a model raises: its drafts can be left out
             self._turn_off(error)
             return []
         proposed = []
-        for (chunk, limit), drafts in zip(wanted, found, strict=True):
+        for (chunk, limit), drafts in zip(wanted, proposals, strict=True):
             if drafts:
                 proposed.append((chunk, tuple(drafts[:limit])))
             else:
@@ -146,7 +146,8 @@ class Speculator:
 
     def _turn_off(self, error: Exception) -> None:
         self._failure = f"{type(error).__name__}: {error}".removesuffix(": ")
-        LOG.warning("requests continue without drafts: proposing them failed: %s", self._failure)
+        message = "requests continue without drafts: proposing them failed: %s"
+        LOG.warning(message, self._failure, exc_info=error)
 
     def _count_free(self, chunks: Sequence[Chunk], num_tokens: int) -> float:
         """Tokens left for drafts in a step of num_tokens tokens with these samples."""

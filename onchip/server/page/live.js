@@ -183,13 +183,13 @@ function listDrafts() {
   const drafts = now.speculation;
   at("drafts").hidden = !drafts;
   if (!drafts) return;
-  at("acceptance").textContent = short.format(drafts.mean_acceptance_length);
+  at("acceptance").textContent = drafts.drafts ? short.format(drafts.mean_acceptance_length) : "no";
   at("accepted").textContent = whole.format(drafts.accepted_tokens);
   at("drafted").textContent = whole.format(drafts.draft_tokens);
   at("no-drafts").hidden = !drafts.failed;
   at("positions").replaceChildren(...drafts.accepted_per_position.map((accepted, i) => {
     const row = document.createElement("li"), bar = document.createElement("i");
-    const share = `${Math.round((100 * accepted) / drafts.drafts)}%`;
+    const share = `${Math.round((100 * accepted) / (drafts.drafts || 1))}%`;
     bar.style.width = share;
     row.append(`${i + 1}`, bar, share);
     return row;

@@ -107,6 +107,7 @@ def test_a_draft_model_that_fails_ends_drafts_and_no_request(tiny, plain, calls,
     assert next(calls_so_far) == calls + 1
     (record,) = caplog.records
     assert "continue without drafts" in record.getMessage()
+    assert record.exc_info and record.exc_info[2].tb_next  # a traceback into the model
 
 
 def test_a_request_that_is_cancelled_during_verification_leaves_nothing(tiny, monkeypatch):
