@@ -7,7 +7,7 @@ import re
 
 _TOKEN = re.compile(
     r"\\."  # an escaped character
-    r"|\[\^?\]?(?:\\.|[^\]\\])*\]"  # a class
+    r"|\[\^?\]?(?:\\.|[^\]\\])*\]?"  # a class; without an end, the rest: else each [ searches it
     r"|\{(?P<low>\d+)(?P<comma>,(?P<high>\d*))?\}"
     r"|(?P<open>\()|(?P<close>\))|[*+?|^$]|.",
     re.DOTALL,
