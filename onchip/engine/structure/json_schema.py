@@ -21,7 +21,8 @@ _COUNTS = frozenset(
     {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
 )
 # Bounds that llguidance lacks. A month has its days, and a second 60 is valid in one minute of some
-# years only (RFC 3339). In an address at most 64 bytes precede the @ and 255 follow it (RFC 5321).
+# years only (RFC 3339). In an address at most 64 bytes precede the @ (RFC 5321). Domains have 2
+# to 4 labels of up to 62 bytes: masks of any labels, 253 bytes in all (RFC 1035), take too long.
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DATE = (
     "(?:[0-9]{4}-(?:[0-9]{2}-(?:0[1-9]|1[0-9]|2[0-8])"
@@ -30,28 +31,28 @@ _DATE = (
 )
 _ATOM, _LABEL = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]", "[A-Za-z0-9](?:[A-Za-z0-9-]{0,60}[A-Za-z0-9])?"
 _FORMAT_PATTERNS = {
-    "date": f"^{_DATE}$",
-    "date-time": f"^{_DATE}.{{7}}[0-5]",
-    "email": rf"^{_ATOM}(?:\.?{_ATOM}){{0,31}}@{_LABEL}(?:\.{_LABEL}){{1,3}}$",
-    "time": "^.{6}[0-5]",
+    "date": [f"^{_DATE}$"],
+    "date-time": [f"^{_DATE}.{{7}}[0-5]"],
+    "email": [rf"^{_ATOM}(?:\.?{_ATOM})*@{_LABEL}(?:\.{_LABEL}){{1,3}}$", "^[^@]{1,64}@"],
+    "time": ["^.{6}[0-5]"],
 }
-_PIECE = re.compile(r"\\.|\[\^?|\]|--|&&|~~|.", re.DOTALL)
+_PIECE = re.compile(r"\[(\^?)((?:\\.|[^\\\]])*)(\]?)|\\.|.", re.DOTALL)  # a class, or a character
+_MEMBER = re.compile(r"(\\.|.)(?:-(\\.|.))?", re.DOTALL)
+_SETS = frozenset({r"\d", r"\D", r"\s", r"\S", r"\w", r"\W"})
 _SPACES = r"\t\n\x0B\f\r \xA0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
-_CLASSES = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]", ".": r"[^\n\r\u2028\u2029]"}
+_SPACE_SETS = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}
+_OUTSIDE_CLASSES = _SPACE_SETS | {".": r"[^\n\r\u2028\u2029]"}
+_IN_CLASSES = _SPACE_SETS | {mark: "\\" + mark for mark in "[&~-"}  # operators of Rust's
 
 
 def translate_schema(schema: Any) -> Any:
     """A copy for llguidance. ValueError: the schema has no counterpart there."""
-    if isinstance(schema, bool):
-        return _translate_boolean(schema)
+    if schema is True:
+        return {}
+    if schema is False:
+        raise ValueError("the schema false allows no text")
     _check_references(schema)
     return _translate(schema)
-
-
-def _translate_boolean(schema: bool) -> dict[str, Any]:
-    if not schema:
-        raise ValueError("the schema false allows no text")
-    return {}
 
 
 def _translate(schema: Any) -> Any:
@@ -60,16 +61,16 @@ def _translate(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     translated = {name: _translate_keyword(name, value) for name, value in schema.items()}
-    _add_format_pattern(translated)
+    _add_format_patterns(translated)
     return translated
 
 
-def _add_format_pattern(schema: dict[str, Any]) -> None:
+def _add_format_patterns(schema: dict[str, Any]) -> None:
     form, others = schema.get("format"), schema.get("allOf", [])
-    pattern = _FORMAT_PATTERNS.get(form) if isinstance(form, str) else None
-    if pattern is None or not isinstance(others, list):
+    patterns = _FORMAT_PATTERNS.get(form) if isinstance(form, str) else None
+    if patterns is None or not isinstance(others, list):
         return
-    schema["allOf"] = [*others, {"pattern": translate_pattern(pattern)}]
+    schema["allOf"] = [*others, *({"pattern": translate_pattern(p)} for p in patterns)]
     if form == "email":  # the intersection with llguidance's own expression takes too long
         del schema["format"]
 
@@ -89,19 +90,25 @@ def _translate_keyword(name: str, value: Any) -> Any:
 
 def translate_pattern(pattern: str) -> str:
     """An expression of ECMA-262 in the syntax of Rust's."""
-    pieces, in_class = [], False
-    for piece in _PIECE.findall(pattern):
-        if in_class:
-            if piece == "]" and pieces[-1] in ("[", "[^"):
-                raise ValueError(f"the pattern {pattern!r:.60} has an empty class")
-            in_class = piece != "]"
-            if piece[0] == "[" or piece in ("--", "&&", "~~"):
-                piece = "\\" + piece  # a character here; in Rust a class, or an operation on two
-            pieces.append(piece if piece == "." else _CLASSES.get(piece, piece))
-        else:
-            in_class = piece in ("[", "[^")
-            pieces.append(_CLASSES.get(piece, piece))
-    return "".join(pieces)
+    return _PIECE.sub(_translate_piece, pattern)
+
+
+def _translate_piece(piece: re.Match[str]) -> str:
+    sign, members, end = piece.groups()
+    if members is None:
+        return _OUTSIDE_CLASSES.get(piece[0], piece[0])
+    if not members:
+        raise ValueError(f"the pattern {piece.string!r:.60} has an empty class")
+    if sign:  # with all characters below U+0020 a class would also have " and \, in llguidance
+        sign = r"^\x00"
+    return f"[{sign}{_MEMBER.sub(_translate_member, members)}{end}"
+
+
+def _translate_member(member: re.Match[str]) -> str:
+    """[+--] has the range from + to -; [+-\\d] has no range, and its hyphen is a character."""
+    ends = [end for end in member.groups() if end]
+    hyphen = r"\-" if _SETS.intersection(ends) else "-"
+    return hyphen.join([_IN_CLASSES.get(end, end) for end in ends])
 
 
 def _check_references(root: Any) -> None:

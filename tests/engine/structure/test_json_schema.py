@@ -43,6 +43,12 @@ def check_or_refuse(texts, schema, seed, count=8):
     return texts.check(schema, validator_of(schema), seed, count)
 
 
+def is_allowed(matcher, text):
+    """Whether the matcher allows this string."""
+    tokens = list(json.dumps(text).encode())
+    return matcher.validate_tokens(tokens) == len(tokens)
+
+
 def test_texts_of_every_keyword_are_valid(texts):
     for seed, schema in enumerate(keywords.SERVED):
         assert texts.check(schema, validator_of(schema), seed, 4), schema
@@ -87,8 +93,7 @@ def test_dates_have_the_days_of_their_month(texts):
                 is_date = bool(datetime.date.fromisoformat(text))
             except ValueError:
                 is_date = False
-            tokens = list(json.dumps(text).encode())
-            assert (matcher.validate_tokens(tokens) == len(tokens)) is is_date, text
+            assert is_allowed(matcher, text) is is_date, text
 
 
 def test_patterns_are_those_of_ecma_262():
@@ -96,9 +101,45 @@ def test_patterns_are_those_of_ecma_262():
         assert translate_pattern(pattern) == pattern.replace(
             r"\[\s", r"\[" + translate_pattern(r"\s")
         )
-    assert translate_pattern("[[:a]") == r"[\[:a]"
-    assert translate_pattern("[a&&b--c~~]") == r"[a\&&b\--c\~~]"
     assert translate_pattern("[.]") == "[.]" and translate_pattern(".") != "."
+
+
+@pytest.mark.parametrize(
+    ("pattern", "characters"),
+    [
+        ("[[:a]", "[:a"),
+        ("[a&&b~~]", "a&b~"),
+        ("[+--]", "+,-"),
+        ("[+--/]", "+,-/"),
+        ("[--0]", "-./0"),
+        ("[---]", "-"),
+        ("[a-c-e]", "abc-e"),
+        ("[+-/--1]", "+,-./01"),
+        (r"[+-\d]", "+-0123456789"),
+        (r"[\s-.]", " -."),
+        ("[^#-~]", ' !"'),
+        (r"[^ !#-\[\]-~]", '"\\'),
+    ],
+)
+def test_classes_have_the_characters_of_ecma_262(texts, pattern, characters):
+    matcher = texts.build({"type": "string", "pattern": f"^{pattern}$"})
+    printable = map(chr, range(32, 127))
+    assert {c for c in printable if is_allowed(matcher, c)} == set(characters)
+
+
+@pytest.mark.parametrize("pattern", ["[b--c]", "[a", "[]", "[^]", r"[a\]", "[[[["])
+def test_classes_that_are_none_are_refused(texts, pattern):
+    with pytest.raises(ValueError, match=REFUSAL):
+        texts.build({"type": "string", "pattern": pattern})
+
+
+def test_addresses_have_the_bounds_of_their_rfc(texts):
+    matcher = texts.build({"type": "string", "format": "email"})
+    domain = ".".join(["b" * 62] * 4)
+    for local in ("a" * 64, "a." * 31 + "ab", "a"):
+        assert is_allowed(matcher, f"{local}@{domain}") and is_allowed(matcher, f"{local}@b.c")
+    for local in ("a" * 65, "a." * 32 + "a", "a..b", ".a", "a."):
+        assert not is_allowed(matcher, f"{local}@b.c"), local
 
 
 def test_values_and_names_are_no_keywords():
