@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.core.functional import (
-    UNBOUNDED,
-    merge_states,
-    offload_attention,
-    paged_attention,
-)
+from onchip.core.functional import UNBOUNDED, merge_states, offload_attention, paged_attention
 from onchip.core.problem import Window
 from onchip.kvcache import KVCache, PagedBatch
 from onchip.kvcache.offload import SEGMENT_BYTES
@@ -31,8 +26,7 @@ def attend_with_prefixes(
     """Attention of a batch with host_prefixes; q (num_tokens, num_heads, head_dim). A sink counts
     once, among the pages. Parts are merged unrounded.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    parts = {"return_lse": True, "out_dtype": wide}
+    parts = {"return_lse": True, "out_dtype": torch.promote_types(q.dtype, torch.float32)}
     packed = {"cu_seqlens_q": batch.cu_seqlens_q, "max_seqlen_q": batch.max_seqlen_q}
     pages = *cache.layer(layer), batch.page_table, batch.cache_seqlens
     out, lse = paged_attention(q, *pages, **packed, **parts, **options)

@@ -76,19 +76,20 @@ def command(**options: Any) -> int:
     from onchip.engine import LLM
     from onchip.engine.speculation.config import SpeculativeConfig
 
-    params, drafts = _sampling_params(args), SpeculativeConfig.parse_json(args.speculative_config)
+    params = _sampling_params(args)
+    speculation = SpeculativeConfig.parse_json(args.speculative_config)
     if note := models.about(args.model):
         print(note, file=sys.stderr)
     settings = {"dtype": args.dtype, "max_model_len": args.max_model_len, "seed": None}
-    settings |= {"kv_dtype": args.kv_dtype, "speculative_config": drafts}
+    settings |= {"kv_dtype": args.kv_dtype, "speculative_config": speculation}
     with LLM(args.model, device=args.device, max_num_seqs=1, swap_space=0, **settings) as llm:
         prompt = llm.chat_prompt([{"role": "user", "content": text}]) if args.chat else text
         last, work = _print_stream(llm.stream(prompt, params), is_shown=not args.as_json)
-        accepted = llm.stats().speculation
-    status = _finish(last, work, args)
-    if accepted is not None:
-        print(accepted, file=sys.stderr)
-    return status
+        drafts = llm.stats().speculation
+    _finish(last, work, args)
+    if drafts is not None:
+        print(drafts, file=sys.stderr)
+    return exit_codes.OK
 
 
 def _read_prompt(prompt: str | None) -> str:
@@ -133,7 +134,7 @@ def _print_stream(outputs: Iterable[Any], is_shown: bool) -> tuple[Any, Interrup
     return output, work
 
 
-def _finish(last: Any, work: Interruptible, args: SimpleNamespace) -> int:
+def _finish(last: Any, work: Interruptible, args: SimpleNamespace) -> None:
     """Report the end of the stream. An interrupted request has not finished."""
     if last is None:
         work.end("no token was generated yet")
@@ -148,7 +149,6 @@ def _finish(last: Any, work: Interruptible, args: SimpleNamespace) -> int:
     count = len(choice.token_ids)
     work.end(f"{count} tokens after {len(last.prompt_token_ids)} of prompt")
     print(_speed(last), file=sys.stderr)
-    return exit_codes.OK
 
 
 def _result(output: Any, finish_reason: str, model: str) -> dict[str, Any]:

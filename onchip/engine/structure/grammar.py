@@ -91,6 +91,7 @@ def _of_structured_outputs(value: Any) -> dict[str, Any]:
         raise ValueError(
             f"structured_outputs.{min(unknown):.60} is not served: {', '.join(names)} are"
         )
+    # False leaves an entry out, but as `json` it is a schema.
     is_given = lambda name, entry: entry is not None and (name == "json" or entry is not False)
     wanted = {name: entry for name, entry in given.items() if is_given(name, entry)}
     if not wanted:
