@@ -26,8 +26,8 @@ from .bodies import BodyMemory, BodyReader, body_route
 from .codec import Codec
 from .errors import APIError, error_response
 from .live import LiveView
-from .log import RequestLog
-from .metrics import Metrics
+from .log import FailureCounter, RequestLog
+from .metrics import MEDIA_TYPE, Metrics
 from .pending import EngineRequest
 from .protocol import (
     ChatRequest,
@@ -196,6 +196,11 @@ class Server:
         for kind in (APIError, HTTPException, RequestValidationError):
             app.add_exception_handler(kind, self._respond_to_error)
         return app
+
+    @property
+    def is_stalled(self) -> bool:
+        """The current step has run longer than max_stall_s."""
+        return self.service.step_age_s > self.options.max_stall_s
 
     async def drain(self, timeout_s: float) -> None:
         await self.service.drain(timeout_s)
@@ -387,9 +392,8 @@ class Server:
         ended, None before the first; step_age_s: of the current step, 0 between steps.
         """
         state, age = self.service.state, self.service.step_age_s
-        stalled = age > self.options.max_stall_s
         body = {
-            "status": "stalled" if stalled and state is ServiceState.READY else state.value,
+            "status": "stalled" if self.is_stalled and state is ServiceState.READY else state.value,
             "step_age_s": round(age, 3),
             "last_step_age_s": self.live_view.last_step_age_s,
             "max_step_age_s": self.options.max_stall_s,
@@ -397,15 +401,10 @@ class Server:
         return JSONResponse(body, 200 if body["status"] == "ready" else 503)
 
     async def _metrics(self) -> Response:
-        kind = "text/plain; version=0.0.4; charset=utf-8"
-        return Response(self.metrics.render(self.service), media_type=kind)
+        return Response(self.metrics.render(self.service), media_type=MEDIA_TYPE)
 
     async def _respond_to_error(self, request: Request, error: Exception) -> Response:
-        api_error = to_api_error(error)
-        self.metrics.count_failure(api_error.status)
-        reply = error_response(api_error)
-        reply.headers.update(getattr(error, "headers", None) or {})
-        return reply
+        return respond_to_error(error, self.metrics)
 
 
 def _or_400(make: Callable[[], Any]) -> Any:
@@ -424,6 +423,17 @@ def to_api_error(error: Exception) -> APIError:
     if isinstance(error, RequestValidationError):
         return explain_errors(_strip_body(error), error.body, {})
     raise error
+
+
+def respond_to_error(error: Exception, metrics: FailureCounter) -> Response:
+    """The response to any error, which is counted. Headers of the error, such as Allow, are
+    kept.
+    """
+    api_error = to_api_error(error)
+    metrics.count_failure(api_error.status)
+    reply = error_response(api_error)
+    reply.headers.update(getattr(error, "headers", None) or {})
+    return reply
 
 
 def _strip_body(error: RequestValidationError) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ _STRUCTURE = re.compile(
 
 
 class BodyMemory:
-    """Bytes of all bodies that are being read, at most max_bytes."""
+    """Bytes of several bodies together, at most max_bytes."""
 
     max_bytes: int
     used: int
@@ -71,7 +71,7 @@ class BodyReservation:
     taken: int = 0
 
     def grow(self, size: int) -> bool:
-        """Grow to a body of this size. Return False if the memory is full."""
+        """Grow, or shrink, to a body of this size. Return False if the memory is full."""
         more = max(0, size - SMALL_BYTES) - self.taken
         if self.memory.used + more > self.memory.max_bytes:
             return False

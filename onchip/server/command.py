@@ -1,6 +1,7 @@
 """`onchip serve`: from options to a running server."""
 
 import logging
+import os
 import socket
 import sys
 from dataclasses import replace
@@ -18,7 +19,7 @@ from onchip.engine.stats import EngineStats
 from onchip.engine.step import Limits
 from onchip.models import about, builtin
 
-from .api_keys import Keyring, read_keys
+from .api_keys import ENVIRONMENT, Keyring, read_keys
 from .app import Server, ServerOptions
 from .process import Address, ServerProcess, raise_file_limit, url_of
 
@@ -67,11 +68,17 @@ def make_server(args: SimpleNamespace, options: ServerOptions, keys: Keyring) ->
 def _serve_replicas(
     args: SimpleNamespace, options: ServerOptions, keys: Keyring, sock: socket.socket
 ) -> int:
+    os.environ.pop(ENVIRONMENT, None)  # the processes of Ray inherit the environment
     from .replicas.cluster import Cluster  # starts Ray's own threads
     from .replicas.gateway import Gateway
 
-    options = replace(options, max_open=options.max_open * args.replicas)
-    with Cluster(vars(args)) as replicas:
+    options = replace(
+        options,
+        max_open=options.max_open * args.replicas,
+        max_bodies_bytes=options.max_bodies_bytes * args.replicas,
+    )
+    port = sock.getsockname()[1]  # the option may be 0
+    with Cluster({**vars(args), "port": port}) as replicas:
         announce = lambda: _announce(options.model, keys, url_of(sock), args.model)
         process = ServerProcess(Gateway(replicas, options, keys), args.drain_s, announce)
         process.run([sock])

@@ -165,10 +165,10 @@ class SSEResponse(CallResponse):
             deltas = [] if call.failure else list(call.reader.read_new(call.pending.outputs))
             await _send_some(send, await self.build(deltas, self._chunks))
         if failure := self.failure():
-            await _send(send, _event(JSONResponse(failure.body).body))
+            await _send(send, encode_event(JSONResponse(failure.body).body))
         elif call.include_usage:
             await _send(send, self._event(call.builder.build_usage_chunk(call.usage)))
-        await _send(send, _event(b"[DONE]"), more=False)
+        await _send(send, encode_event(b"[DONE]"), more=False)
 
     def _chunks(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         return b"".join(map(self._chunk, deltas))
@@ -176,7 +176,7 @@ class SSEResponse(CallResponse):
     def _chunk(self, delta: ChoiceDelta) -> bytes:
         chunk = self.call.builder.build_chunk
         choice_of = lambda part: chunk(part).choices[0]
-        return _event(
+        return encode_event(
             encode_with_logprobs(chunk(replace(delta, tokens=())), delta, choice_of, self._excluded)
         )
 
@@ -193,7 +193,7 @@ class SSEResponse(CallResponse):
                 await _send(send, b": waiting\n\n")
 
     def _event(self, chunk: BaseModel) -> bytes:
-        return _event(chunk.model_dump_json(exclude=self._excluded).encode())
+        return encode_event(chunk.model_dump_json(exclude=self._excluded).encode())
 
 
 def encode_with_logprobs(
@@ -238,20 +238,20 @@ def _with_commas(parts: Sequence[bytes]) -> Iterator[bytes]:
 
 async def run_until(work: Coroutine[Any, Any, T], *watchers: Coroutine[Any, Any, None]) -> T:
     """The result of the work, which is cancelled as soon as one of the watchers raises."""
-    worker, watcher_tasks = (
-        asyncio.ensure_future(work),
-        [asyncio.ensure_future(watcher) for watcher in watchers],
-    )
+    worker = asyncio.ensure_future(work)
+    tasks = [worker, *map(asyncio.ensure_future, watchers)]
+    pending = set(tasks)
     try:
-        done, _ = await asyncio.wait([worker, *watcher_tasks], return_when=asyncio.FIRST_COMPLETED)
-        if worker not in done:
-            for watcher in done:
-                watcher.result()
+        while not worker.done():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if worker not in done:
+                for watcher in done:
+                    watcher.result()
         return await worker
     finally:
-        for task in (worker, *watcher_tasks):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(worker, *watcher_tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def watch_disconnect(receive: Receive) -> None:
@@ -261,7 +261,7 @@ async def watch_disconnect(receive: Receive) -> None:
     raise ClientDisconnect
 
 
-def _event(data: bytes) -> bytes:
+def encode_event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 

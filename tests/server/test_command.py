@@ -1,7 +1,10 @@
 """docs/serving.md matches the options of the command and the metrics."""
 
+import os
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +12,7 @@ from onchip import engine
 from onchip.cli import root
 from onchip.core import extras
 from onchip.server import command
-from onchip.server.api_keys import Keyring
+from onchip.server.api_keys import ENVIRONMENT, Keyring
 from onchip.server.process import Address
 from onchip.server.protocol import ChatRequest, CompletionRequest
 from onchip.server.replicas.metrics import GatewayMetrics
@@ -84,3 +87,22 @@ def test_replicas_without_ray_say_what_to_install(monkeypatch):
     message = r"--replicas needs ray: pip install '.\[ray\]'"
     with pytest.raises(extras.MissingPackageError, match=message):
         command.serve(args)
+
+
+def test_ray_sees_the_port_but_no_keys(monkeypatch):
+    """Processes of Ray inherit the environment, and two commands must not share a name."""
+
+    class Started(Exception):
+        pass
+
+    def start(options):
+        raise Started(os.environ.get(ENVIRONMENT), options["port"])
+
+    monkeypatch.setenv(ENVIRONMENT, "a-secret-key")
+    monkeypatch.setattr(command, "require", lambda *names: None)
+    cluster = SimpleNamespace(Cluster=start)
+    monkeypatch.setitem(sys.modules, "onchip.server.replicas.cluster", cluster)
+    with pytest.raises(Started) as started:
+        command.serve(parse(["serve", "--port", "0", "--replicas", "2"]))
+    keys, port = started.value.args
+    assert keys is None and port > 0

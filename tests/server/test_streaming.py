@@ -14,7 +14,7 @@ from onchip.server.metrics import Metrics
 from onchip.server.pending import EngineRequest
 from onchip.server.responses import ChatBuilder, CompletionBuilder, DeltaReader
 from onchip.server.service import Service
-from onchip.server.streaming import AcceptedCall, FullResponse, SSEResponse
+from onchip.server.streaming import AcceptedCall, FullResponse, SSEResponse, run_until
 
 
 def test_a_choice_can_end_before_its_request(fake):
@@ -30,6 +30,15 @@ def test_a_choice_can_end_before_its_request(fake):
                 if delta.finish_reason:
                     ends[delta.index] = engine.steps, delta.finish_reason, delta.stop_reason
     assert ends == {1: (2, "stop", "bc"), 0: (3, "stop", "bc")}
+
+
+def test_work_is_watched_after_a_watcher_has_returned():
+    async def fail():
+        await asyncio.sleep(0.01)
+        raise APIError(503, "closing")
+
+    with pytest.raises(APIError, match="closing"):
+        asyncio.run(run_until(asyncio.sleep(60), asyncio.sleep(0), fail()))
 
 
 def test_a_slow_reader_gets_fewer_and_larger_chunks(fake):

@@ -6,6 +6,7 @@
 
 gateway.py is the HTTP application in front; prompts.py and balancer.py decide which replica gets a
 request, without Ray; router.py hands the decision to Ray Serve; replica.py runs the server in a
-process of Ray; metrics.py merges the metrics of all replicas; cluster.py starts, scales and ends
-them. Placement, restarts, health checks and draining are Ray Serve's.
+process of Ray; relay.py passes its responses on; metrics.py merges the metrics of all replicas;
+cluster.py starts, scales and ends them. Placement, restarts, health checks and draining are Ray
+Serve's.
 """

@@ -113,5 +113,9 @@ class PrefixBalancer:
         """
         order = self.rank(keys, replicas)
         if order:
-            self.table.record(keys, order[0])
+            self.record(keys, order[0])
         return order
+
+    def record(self, keys: Sequence[bytes], replica: str) -> None:
+        """The replica has, or will have, the pages of this prompt."""
+        self.table.record(keys, replica)

@@ -8,11 +8,14 @@ drawn here, because Ray runs any code that it is sent.
 
 # pyright: reportMissingImports=false
 
+import asyncio
 import logging
 import os
 import secrets
+import socket
 import sys
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from starlette.types import Message
@@ -26,56 +29,67 @@ if not os.environ.get("RAY_ADDRESS") and "ray" not in sys.modules:
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError, TaskCancelledError
+from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.schema import LoggingConfig
 
 from .gateway import ReplicaDied, ReplicasBusy
-from .replica import Replica
+from .replica import Replica, derive_seed
 from .request import ReplicaRequest
 
-APPLICATION = "onchip"
 ROUTER = "onchip.server.replicas.router.PrefixRouter"
-STORE_BYTES = 256 << 20  # of Ray's object store on this machine; a body has a few MiB
+STORE_BYTES = 256 << 20  # of Ray's object store on this machine, besides the bodies of requests
 MIN_QUEUED = 64  # requests that wait while others are being routed
+HEALTH_CHECK_S = 1.0  # between checks; after three failures Ray Serve replaces a replica
 _LOCAL = {
     "include_dashboard": False,
-    "object_store_memory": STORE_BYTES,
     "logging_level": "warning",
     "_node_ip_address": "127.0.0.1",
 }
 # Options of the gateway alone: replicas need no keys and no address.
 _GATEWAY_ONLY = ("api_key", "api_key_file", "host", "port", "replicas")
+_FAILURES = (RayError, RayServeException)
 
 
 class NamedReplica(Replica):
+    async def __init__(self, options: dict[str, Any]):  # pyright: ignore
+        seed = derive_seed(options["seed"], self._name)
+        await super().__init__({**options, "seed": seed})  # pyright: ignore
+
     async def report(self, method: str) -> tuple[str, Any]:
         """(name of the replica, result of a method)."""
-        name = serve.get_replica_context().replica_id.unique_id
-        return name, await getattr(self, method)()
+        return self._name, await getattr(self, method)()
+
+    @property
+    def _name(self) -> str:
+        return serve.get_replica_context().replica_id.unique_id
 
 
 class Cluster:
     """A context manager: the replicas run inside of the block, and its value calls them.
 
-    options: those of `onchip serve`, by name. router: of Ray Serve, by its import path.
+    options: those of `onchip serve`, by name. router: of Ray Serve, by its import path. name: of
+    the application of Ray Serve. The host and the port of a command make it unique on a cluster,
+    and a command that starts again replaces the replicas that it left.
     """
 
     options: Mapping[str, Any]
     router: str
+    name: str
 
     def __init__(self, options: Mapping[str, Any], router: str = ROUTER):
         device = options["device"]
         if device is not None and ":" in device:
             raise ValueError(f"device={device!r} names one device: Ray gives each replica its own")
         self.options, self.router = options, router
+        self.name = f"onchip-{socket.gethostname()}-{options['port']}"
 
     def __enter__(self) -> "RayReplicas":
         address = os.environ.get("RAY_ADDRESS")
         self._is_own = not address and not ray.is_initialized()
         if self._is_own:
-            ray.init("local", **_LOCAL)
+            ray.init("local", object_store_memory=self._store_bytes(), **_LOCAL)
         elif not ray.is_initialized():
             ray.init(address, logging_level="warning")
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -87,7 +101,7 @@ class Cluster:
             raise
 
     def __exit__(self, *exc: object) -> None:
-        serve.delete(APPLICATION)
+        serve.delete(self.name)
         if self._is_own:
             ray.shutdown()
 
@@ -102,7 +116,7 @@ class Cluster:
             )
         application = self._deployment(num_replicas).bind(self._replica_options())
         try:
-            return serve.run(application, name=APPLICATION, route_prefix=None)
+            return serve.run(application, name=self.name, route_prefix=None)
         except RuntimeError as error:
             # Ray Serve has printed the replica's own error.
             raise ValueError(f"the replicas did not start, as the log says: {error}") from None
@@ -118,12 +132,22 @@ class Cluster:
             max_queued_requests=max(MIN_QUEUED, options["max_queue"]),
             graceful_shutdown_timeout_s=options["drain_s"],
             graceful_shutdown_wait_loop_s=0.5,
+            health_check_period_s=HEALTH_CHECK_S,
             # On one machine, more replicas than cores are allowed.
             ray_actor_options={"num_cpus": 0 if self._is_own else 1, "num_gpus": self._gpus_each()},
-            request_router_config=RequestRouterConfig(request_router_class=self.router),
+            request_router_config=self._router_config(),
             logging_config=_logging(),
             max_constructor_retry_count=1,  # a model that does not load will not load later
         )
+
+    def _router_config(self) -> RequestRouterConfig:
+        """Without prefix caching, no prefix is recorded, and requests are routed by load alone."""
+        options = {"max_entries": 0} if self.options["no_prefix_caching"] else {}
+        return RequestRouterConfig(request_router_class=self.router, request_router_kwargs=options)
+
+    def _store_bytes(self) -> int:
+        """The store holds the bodies of all open requests, within the gateway's limit."""
+        return STORE_BYTES + self.options["replicas"] * int(self.options["max_bodies_mib"] * 2**20)
 
     def _gpus_each(self) -> int:
         device = self.options["device"]
@@ -152,16 +176,35 @@ class RayReplicas:
                 yield message
         except BackPressureError as error:
             raise ReplicasBusy(str(error)) from None
-        except (RayActorError, TaskCancelledError, RayServeException) as error:
+        except _FAILURES as error:
             raise ReplicaDied(str(error)) from None
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            raise ReplicaDied("the call was cancelled by Ray") from None
         finally:
-            messages.cancel()  # nothing happens if the response is complete
+            # Nothing happens if the response is complete. If the request reached no replica, Ray
+            # raises the reason again here.
+            with suppress(*_FAILURES):
+                messages.cancel()
 
     async def broadcast(self, method: str, timeout_s: float) -> dict[str, Any]:
+        call = self.handle.broadcast("report", method)
         try:
-            results = await self.handle.broadcast("report", method).results_async(
-                timeout_s=timeout_s, return_exceptions=True
-            )
-        except (TimeoutError, RayServeException):  # the latter: there is no replica
+            # Ray's public method, results_async, drops all results if one of them is late.
+            results = await asyncio.wait_for(call._fetch_replica_results_async(), timeout_s)
+        except (TimeoutError, *_FAILURES):  # the latter: there is no replica
             return {}
-        return dict(result for result in results if not isinstance(result, BaseException))
+        tasks = [asyncio.ensure_future(result.get_async()) for result in results]
+        answered, late = await asyncio.wait(tasks, timeout=timeout_s)
+        for task in late:
+            task.cancel()
+        return dict(
+            task.result() for task in answered if not task.cancelled() and not task.exception()
+        )
+
+
+def _is_cancelled() -> bool:
+    """This task itself is being cancelled. Ray raises the same exception for its own tasks."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -6,11 +6,10 @@ Retry-After, or an `error` event in a stream that has begun. Requests of other r
 """
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
@@ -22,20 +21,25 @@ from starlette.routing import Mount, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from onchip.server.api_keys import Keyring
-from onchip.server.app import ServerOptions
+from onchip.server.app import ServerOptions, respond_to_error
 from onchip.server.auth import AuthMiddleware
 from onchip.server.bodies import INLINE_BYTES, BodyMemory, BodyReader, load
-from onchip.server.errors import APIError, error_response
-from onchip.server.log import HEADER, RequestLog, get_record
+from onchip.server.errors import APIError
+from onchip.server.log import RequestLog, get_record
+from onchip.server.metrics import MEDIA_TYPE
 from onchip.server.pending import IncomingRequest
 from onchip.server.service import RETRY_AFTER_S, closing_error
 from onchip.server.streaming import GRACE_S, run_until, watch_disconnect
 
 from .metrics import GatewayMetrics
 from .prompts import prompt_keys
+from .relay import RelayedResponse
 from .request import ReplicaRequest, forwarded_scope
 
 BROADCAST_S = 5.0  # for all replicas to answer
+PROBE_S = 1.0  # /ready needs no key: it asks the replicas at most this often
+MAX_UNSENT_BYTES = 64 << 20  # of all streams together, without the first 16 KiB of each
+PROMPT_PATHS = ("/v1/completions", "/v1/chat/completions")  # no other path computes pages
 
 
 class ReplicaDied(Exception):
@@ -54,7 +58,7 @@ class ReplicaCalls(Protocol):
         ...
 
     async def broadcast(self, method: str, timeout_s: float) -> dict[str, Any]:
-        """The results of a method, by name of the replica. Empty if not all answer in time."""
+        """The results of a method, by name of the replica, of those that answer in time."""
         ...
 
 
@@ -71,6 +75,9 @@ class Gateway:
         self._replicas = replicas
         self._open: set[IncomingRequest] = set()
         self._is_draining = False
+        self._probe: asyncio.Future[dict[str, Any]] | None = None
+        self._probed_at = 0.0
+        self._unsent = BodyMemory(MAX_UNSENT_BYTES)
         self._workers = ThreadPoolExecutor(1, "onchip-prompts")
         memory = BodyMemory(options.max_bodies_bytes)
         self._reader = BodyReader(options.max_body_bytes, memory, self._track, self._workers)
@@ -98,37 +105,47 @@ class Gateway:
             request.fail(closing_error())
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = RelayedResponse(send)
+        """Ray holds the body until the response is complete, so its bytes count until then."""
+        response = RelayedResponse(send, self._unsent)
         try:
-            with self._track() as incoming:
-                body = await self._read(Request(scope, receive), incoming)
-                work = self._relay(await self._address(scope, body), response)
-                await run_until(work, incoming.wait_for_failure(), watch_disconnect(receive))
+            with self._admit(scope) as incoming, self._reader.memory.reserve() as reservation:
+                work = self._reader.read(Request(scope, receive), reservation)
+                body = await run_until(work, incoming.wait_for_failure())
+                request = await self._address(scope, body)
+                await run_until(
+                    response.send_all(),
+                    self._collect(request, response),
+                    incoming.wait_for_failure(),
+                    watch_disconnect(receive),
+                )
         except APIError as error:
             if not response.is_stream:
                 raise
             self.metrics.count_failure(error.status)
             await response.fail(error)
 
-    async def _read(self, request: Request, incoming: IncomingRequest) -> bytes:
-        with self._reader.memory.reserve() as reservation:
-            work = self._reader.read(request, reservation)
-            return await run_until(work, incoming.wait_for_failure())
+    def _admit(self, scope: Scope) -> AbstractContextManager[IncomingRequest]:
+        """As in a single server, reading the live page or a list of models opens no request."""
+        return self._track() if scope["method"] == "POST" else nullcontext(IncomingRequest())
 
     async def _address(self, scope: Scope, body: bytes) -> ReplicaRequest:
         salt = scope["state"]["salt"] or b""
         keys: list[bytes] = []
-        if len(body) > INLINE_BYTES:
-            loop = asyncio.get_running_loop()
-            keys = await loop.run_in_executor(self._workers, _find_keys, body, salt)
-        elif body:
-            keys = _find_keys(body, salt)
+        if scope["path"] in PROMPT_PATHS:
+            keys = await self._hash_prompt(body, salt)
         head = forwarded_scope(scope, salt, get_record(scope).request_id)
         return ReplicaRequest(head, body, keys)
 
-    async def _relay(self, request: ReplicaRequest, response: "RelayedResponse") -> None:
-        """The replica enforces the time limit of a request; the limit here is for requests that
-        wait for a replica.
+    async def _hash_prompt(self, body: bytes, salt: bytes) -> list[bytes]:
+        if len(body) <= INLINE_BYTES:
+            return _find_keys(body, salt)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, _find_keys, body, salt)
+
+    async def _collect(self, request: ReplicaRequest, response: RelayedResponse) -> None:
+        """Take the messages of the replica as they come, however slowly the client reads. The
+        replica enforces the time limit of a request; the limit here is for requests that wait for a
+        replica.
         """
         limit_s = self.options.max_request_s + 2 * GRACE_S
         try:
@@ -137,8 +154,9 @@ class Gateway:
                 aclosing(self._replicas.respond(request)) as messages,
             ):
                 async for message in messages:
-                    await response.send(message)
-                await response.finish()
+                    response.put(message)
+            if not response.end():
+                raise ReplicaDied("the response is not complete")
         except TimeoutError:
             raise APIError(504, f"not done within {limit_s:g} s", code="deadline") from None
         except ReplicaDied:
@@ -168,7 +186,7 @@ class Gateway:
 
     async def _ready(self, request: Request) -> Response:
         """200 while at least one replica is ready."""
-        answers = await self._replicas.broadcast("is_ready", BROADCAST_S)
+        answers = await self._ask_ready()
         num_ready = sum(answers.values())
         status = "ready" if num_ready else "no replica is ready"
         if self._is_draining:
@@ -176,56 +194,22 @@ class Gateway:
         body = {"status": status, "replicas": len(answers), "replicas_ready": num_ready}
         return JSONResponse(body, 200 if status == "ready" else 503)
 
+    async def _ask_ready(self) -> dict[str, bool]:
+        """Probes that arrive together share one answer."""
+        if self._probe is None or time.monotonic() - self._probed_at >= PROBE_S:
+            self._probe = asyncio.ensure_future(self._replicas.broadcast("is_ready", BROADCAST_S))
+            self._probed_at = time.monotonic()
+        return await asyncio.shield(self._probe)
+
     async def _metrics(self, request: Request) -> Response:
         pages = await self._replicas.broadcast("render_metrics", BROADCAST_S)
-        kind = "text/plain; version=0.0.4; charset=utf-8"
-        return Response(self.metrics.render(pages, self.num_open), media_type=kind)
+        return Response(self.metrics.render(pages, self.num_open), media_type=MEDIA_TYPE)
 
     async def _respond_to_error(self, request: Request, error: Exception) -> Response:
-        if not isinstance(error, APIError):
-            status = error.status_code if isinstance(error, HTTPException) else 500
-            error = APIError(status, str(getattr(error, "detail", error)))
-        self.metrics.count_failure(error.status)
-        return error_response(error)
+        return respond_to_error(error, self.metrics)
 
 
 _OWN_PATHS = ("health", "ready", "metrics")  # all others are the replicas'
-
-
-class RelayedResponse:
-    """The response of a replica on its way to the client. is_stream: server-sent events have begun,
-    so an error is one more event.
-    """
-
-    is_stream: bool
-
-    def __init__(self, send: Send):
-        self._send, self.is_stream = send, False
-        self._last: Message | None = None
-
-    async def send(self, message: Message) -> None:
-        """The last message waits for `finish`: after it the connection looks disconnected, and the
-        replica's call would be cancelled before it has ended.
-        """
-        if message["type"] == "http.response.start":
-            # RequestLog of the gateway adds the same header.
-            headers = [pair for pair in message["headers"] if pair[0] != HEADER.encode()]
-            kind = dict(headers).get(b"content-type", b"")
-            self.is_stream = kind.startswith(b"text/event-stream")
-            message = {**message, "headers": headers}
-        elif not message.get("more_body"):
-            self._last = message
-            return
-        await self._send(message)
-
-    async def finish(self) -> None:
-        if self._last is not None:
-            await self._send(self._last)
-
-    async def fail(self, error: APIError) -> None:
-        """End a stream with an error."""
-        event = b"data: " + json.dumps(error.body).encode() + b"\n\ndata: [DONE]\n\n"
-        await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
 
 def _find_keys(body: bytes, salt: bytes) -> list[bytes]:

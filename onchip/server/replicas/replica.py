@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -74,10 +75,18 @@ class Replica:
         """Ray Serve calls this from time to time, and replaces a replica that raises."""
         if self.server.service.state is ServiceState.DEAD:
             raise RuntimeError(f"the engine died ({self.server.service.death_cause})")
+        if self.server.is_stalled:
+            raise RuntimeError(f"a step has run for {self.server.service.step_age_s:.0f} s")
 
     async def is_ready(self) -> bool:
-        is_stalled = self.server.service.step_age_s > self.server.options.max_stall_s
-        return self.server.service.state is ServiceState.READY and not is_stalled
+        return self.server.service.state is ServiceState.READY and not self.server.is_stalled
 
     async def render_metrics(self) -> str:
         return self.server.metrics.render(self.server.service).decode()
+
+
+def derive_seed(seed: int, name: str) -> int:
+    """The seed of one replica. Under a common seed, the n-th requests of all replicas would sample
+    with the same random numbers.
+    """
+    return random.Random(f"{seed} {name}").getrandbits(62)

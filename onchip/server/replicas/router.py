@@ -4,7 +4,6 @@ names of its module.
 
 # pyright: reportMissingImports=false
 
-from collections.abc import Sequence
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -31,13 +30,16 @@ class PrefixRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        keys: Sequence[bytes] = ()
         if pending_request is not None:
             # Otherwise Ray would ask again at once, without end, while all replicas are full.
             pending_request.routing_context.should_backoff = True
-            keys = _find_keys(pending_request)
+        request = _find_request(pending_request)
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        return [[by_id[name]] for name in self._balancer.choose(keys, list(by_id))]
+        if request is not None and not request.body:
+            order = sorted(by_id)  # the live page shows the same replica at every poll
+        else:
+            order = self._balancer.choose(request.keys if request else (), list(by_id))
+        return [[by_id[name]] for name in order]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         self._balancer.update(replica.replica_id.unique_id for replica in replicas)
@@ -47,6 +49,13 @@ class PrefixRouter(RequestRouter):
         super().on_replica_actor_died(replica_id)
         self._balancer.update(left.unique_id for left in self.curr_replicas)
 
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        """Another replica than the first of the order may have accepted the request."""
+        if request := _find_request(pending_request):
+            self._balancer.record(request.keys, replica_id.unique_id)
+
     def on_send_request(self, replica_id: ReplicaID) -> None:
         super().on_send_request(replica_id)
         self._balancer.count_sent(replica_id.unique_id)
@@ -55,6 +64,6 @@ class PrefixRouter(RequestRouter):
         self._balancer.count_completed(replica_id.unique_id)
 
 
-def _find_keys(pending: PendingRequest) -> Sequence[bytes]:
-    requests = [arg for arg in pending.args if isinstance(arg, ReplicaRequest)]
-    return requests[0].keys if requests else ()
+def _find_request(pending: PendingRequest | None) -> ReplicaRequest | None:
+    args = () if pending is None else pending.args
+    return next((arg for arg in args if isinstance(arg, ReplicaRequest)), None)

@@ -69,6 +69,12 @@ class TestBalancer:
             replica: 10 for replica in REPLICAS
         }
 
+    def test_without_a_table_load_alone_decides(self):
+        balancer, keys = PrefixBalancer(max_entries=0), keys_of("shared " * 100)
+        first = balancer.choose(keys, REPLICAS)[0]
+        balancer.count_sent(first)
+        assert balancer.choose(keys, REPLICAS)[0] != first and not len(balancer.table)
+
     def test_load_breaks_ties(self):
         balancer = PrefixBalancer()
         balancer.count_sent("a")

@@ -99,9 +99,9 @@ def by_replica(ask, url, metric):
     return {name: float(value) for name, value in found}
 
 
-def kill(replica):
+def kill(cluster, replica):
     """End the process of a replica, as a crash does."""
-    name = f"SERVE_REPLICA::{ray_cluster.APPLICATION}#Replica#{replica}"
+    name = f"SERVE_REPLICA::{cluster.name}#Replica#{replica}"
     ray.kill(ray.get_actor(name, namespace="serve"), no_restart=True)
 
 
@@ -164,7 +164,7 @@ def test_a_killed_replica_costs_its_own_requests_alone(cluster, client, url, ask
     with streams(client, prompts, 80) as futures:
         running = by_replica(ask, url, "requests_running")
         victim = max(running, key=running.get)
-        kill(victim)
+        kill(cluster, victim)
         killed_at = time.monotonic()
         failures = [future.exception(120) for future in futures]
     lost = [failure for failure in failures if failure is not None]
@@ -179,7 +179,7 @@ def test_a_killed_replica_costs_its_own_requests_alone(cluster, client, url, ask
     assert victim not in by_replica(ask, url, "steps_total")
 
 
-def test_the_client_retries_requests_that_had_no_response_yet(url, ask):
+def test_the_client_retries_requests_that_had_no_response_yet(cluster, url, ask):
     """Whole responses: the official client sends a lost request again by itself."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5, timeout=120)
     body = {"model": MODEL, "max_tokens": 80, "extra_body": {"ignore_eos": True}}
@@ -188,6 +188,6 @@ def test_the_client_retries_requests_that_had_no_response_yet(url, ask):
         futures = [pool.submit(send, prompt) for prompt in prompts_with(12, 1, seed=3)]
         while sum((running := by_replica(ask, url, "requests_running")).values()) < 12:
             time.sleep(0.05)
-        kill(max(running, key=running.get))
+        kill(cluster, max(running, key=running.get))
         usages = [future.result(120).usage.completion_tokens for future in futures]
     assert usages == [80] * 12

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from contextlib import contextmanager
 
 import openai
@@ -11,6 +12,7 @@ import pytest
 from onchip.server.api_keys import Keyring
 from onchip.server.app import Server, ServerOptions
 from onchip.server.process import BackgroundServer
+from onchip.server.replicas import gateway as gateway_module
 from onchip.server.replicas.gateway import Gateway, ReplicaDied, ReplicasBusy
 from onchip.server.replicas.replica import Replica
 from onchip.server.replicas.request import GatewaySalts
@@ -24,7 +26,7 @@ class LocalReplicas:
     """
 
     def __init__(self, engines):
-        self.engines, self.boom, self.requests = engines, None, []
+        self.engines, self.boom, self.requests, self.broadcasts = engines, None, [], 0
         self._replicas = None
 
     async def _start(self):
@@ -51,8 +53,34 @@ class LocalReplicas:
 
     async def broadcast(self, method, timeout_s):
         replicas = await self._start()
+        self.broadcasts += 1
         results = await asyncio.gather(*(getattr(replica, method)() for replica in replicas))
         return {f"r{number}": result for number, result in enumerate(results)}
+
+
+class EventReplicas:
+    """One replica that sends events of 64 KiB, faster than a client reads. is_whole: with a last
+    message.
+    """
+
+    EVENT = b"data: " + b"x" * (1 << 16) + b"\n\n"
+
+    def __init__(self, num_events, is_whole=True):
+        self.num_events, self.is_whole, self.num_sent = num_events, is_whole, 0
+        self.is_closed = False
+
+    async def respond(self, request):
+        headers = [(b"content-type", b"text/event-stream")]
+        try:
+            yield {"type": "http.response.start", "status": 200, "headers": headers}
+            for _ in range(self.num_events):
+                yield {"type": "http.response.body", "body": self.EVENT, "more_body": True}
+                self.num_sent += 1
+                await asyncio.sleep(0)
+            if self.is_whole:
+                yield {"type": "http.response.body", "body": b"", "more_body": False}
+        finally:
+            self.is_closed = True
 
 
 @contextmanager
@@ -158,12 +186,81 @@ class TestFailures:
             status, body, _ = ask(url, "/v1/completions", {"prompt": "abc"})
             assert status == 429 and body["error"]["code"] == "queue_full"
 
+    def test_a_body_counts_until_its_response_is_complete(self, fake, ask, connect, until):
+        replicas = LocalReplicas([fake(step_s=0.02)])
+        body = json.dumps({"prompt": "abc", "stream": True, "max_tokens": 4000}).encode()
+        large = body + b" " * 100_000
+        limits = {"max_body_bytes": 150_000, "max_bodies_bytes": 150_000}
+        with serve(replicas, **limits) as (url, gateway):
+            connection = connect(url)
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/v1/completions", large, headers)
+            connection.getresponse().read(10)
+            status, error, _ = ask(url, "/v1/completions", large)
+            assert status == 503 and error["error"]["code"] == "bodies_full"
+            assert ask(url, "/tokenize", {"prompt": "abc"})[0] == 200
+            connection.close()
+            until(lambda: not gateway.num_open)
+            assert gateway._reader.memory.used == 0
+
     def test_shutdown_ends_open_streams(self, fake, open_stream, until):
         replicas = LocalReplicas([fake(step_s=0.02)])
         with serve(replicas) as (url, gateway):
             response = open_stream(url, max_tokens=4000).getresponse()
             until(lambda: gateway.num_open == 1)
         assert json.loads(response.read().split(b"data: ")[-2])["error"]["code"] == "shutdown"
+
+
+class TestSlowReaders:
+    def test_unread_chunks_of_all_streams_are_bounded(self, monkeypatch, open_stream, until):
+        monkeypatch.setattr(gateway_module, "MAX_UNSENT_BYTES", 1 << 20)
+        replicas = EventReplicas(10_000)
+        with serve(replicas) as (url, gateway):
+            connection = open_stream(url)
+            until(lambda: replicas.is_closed)
+            assert replicas.num_sent < 1000  # the rest are buffers of the connection
+            text = connection.getresponse().read()
+            assert json.loads(text.split(b"data: ")[-2])["error"]["code"] == "streams_full"
+            until(lambda: gateway._unsent.used == 0)
+
+    def test_reading_does_not_count_as_time_of_the_request(self, monkeypatch, open_stream, until):
+        monkeypatch.setattr(gateway_module, "GRACE_S", 0.0)
+        replicas = EventReplicas(512)
+        with serve(replicas, max_request_s=2.0) as (url, gateway):
+            connection = open_stream(url)
+            until(lambda: replicas.is_closed)
+            time.sleep(2.1)
+            text = connection.getresponse().read()
+            assert text == EventReplicas.EVENT * 512
+            assert "clients_gone_total 0.0" in gateway.metrics.render({}, 0).decode()
+
+    def test_a_response_without_its_end_is_an_error(self, open_stream):
+        with serve(EventReplicas(3, is_whole=False)) as (url, _):
+            text = open_stream(url).getresponse().read()
+        assert b"replica_died" in text
+
+
+def test_only_prompts_that_are_computed_have_keys(replicas, ask):
+    with serve(replicas) as (url, _):
+        for path in ("/tokenize", "/v1/completions"):
+            assert ask(url, path, {"prompt": "a" * 100})[0] == 200
+    tokenized, completed = replicas.requests
+    assert not tokenized.keys and completed.keys
+
+
+def test_reading_opens_no_request(fake, ask, open_stream, until):
+    replicas = LocalReplicas([fake(step_s=0.02)])
+    with serve(replicas, max_open=1) as (url, gateway):
+        open_stream(url, max_tokens=4000)
+        until(lambda: gateway.num_open == 1)
+        assert ask(url, "/stats")[0] == ask(url, "/v1/models")[0] == 200
+
+
+def test_probes_share_an_answer(replicas, ask, monkeypatch):
+    monkeypatch.setattr(gateway_module, "PROBE_S", 60.0)
+    with serve(replicas) as (url, _):
+        assert {ask(url, "/ready")[0] for _ in range(5)} == {200}
+    assert replicas.broadcasts == 1
 
 
 def test_one_page_has_the_metrics_of_all_replicas(replicas, ask):
