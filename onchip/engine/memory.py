@@ -10,7 +10,7 @@ from onchip.engine.engine import Engine, ExecutionConfig
 from onchip.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from onchip.engine.step import Limits
 from onchip.kvcache import Spec
-from onchip.kvcache.offload import SEGMENT_BYTES
+from onchip.kvcache.offload import PREFIX_SEGMENT_BYTES
 from onchip.kvcache.swap import CHUNK_BYTES
 from onchip.models import Model
 
@@ -56,7 +56,7 @@ def device_pages(
     most = 1 + limits.max_num_seqs * -(-limits.max_model_len // paging.page_size)
     if model.device.type == "cuda":
         free_bytes = _free_gpu_bytes(model, limits, paging, utilization, graphs, rows_per_seq)
-        free_bytes -= 2 * SEGMENT_BYTES if offloads else 0
+        free_bytes -= 2 * PREFIX_SEGMENT_BYTES if offloads else 0
     else:
         free_bytes = int(_HOST_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if draft is not None:

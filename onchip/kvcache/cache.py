@@ -2,6 +2,7 @@
 
 from collections import abc
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -192,7 +193,7 @@ class KVCache:
     def reserve_each(self, sequences: abc.Sequence[Sequence]) -> NoRoom | None:
         """`reserve` of one token for many sequences, all or none."""
         tables = self._residents(sequences)
-        self._check_fits(1 + max([t.length for t in tables], default=0))
+        self._check_fits(1 + max([s.length for s in sequences], default=0))
         grown = self.pool.extend_each(tables)
         if isinstance(grown, NoRoom):
             return grown
@@ -286,21 +287,35 @@ class KVCache:
         self.release_host_range(sequence)
 
     def offload(self, sequence: Sequence, num_pages: int) -> int:
-        """Copy the first pages on the device to the host, and release them: at most num_pages, only
-        full pages of computed tokens. Return their number. From then on the sequence enters no page
-        into the prefix index; those entered before stay valid.
+        """Copy the first pages on the device to the host, and release them, until num_pages of them
+        are free: only full pages of computed tokens, and shared ones only if private ones follow.
+        Return how many are free. From then on the sequence enters no page into the prefix index;
+        those entered before stay valid until they are reused.
+        """
+        num_pages = max(0, as_int("num_pages", num_pages))
+        places = list(islice(self._offloadable(sequence), num_pages))
+        if places:
+            table, count = sequence.table, places[-1] + 1
+            self.offloaded.store(sequence.host_range, table.pages_from(0)[:count])
+            self.pool.drop_first(table, count)
+            sequence.host_tokens += count * self.spec.page_size
+            self.host_table.put(sequence.row, 0, table.pages_from(0))
+        return len(places)
+
+    def num_offloadable(self, sequence: Sequence) -> int:
+        """How many pages `offload` can free."""
+        return len(list(self._offloadable(sequence)))
+
+    def _offloadable(self, sequence: Sequence) -> abc.Iterator[int]:
+        """The places of full pages of computed tokens that no other sequence holds, as far as host
+        memory is reserved for them.
         """
         table, held = self.resident(sequence), sequence.host_range
         if held is None:
             raise ValueError("the sequence was opened without offload_pages")
         full = (sequence.computed - sequence.host_tokens) // self.spec.page_size
-        count = min(as_int("num_pages", num_pages), full, held.capacity - held.num_pages)
-        if count > 0:
-            self.offloaded.store(held, table.pages_from(0)[:count])
-            self.pool.drop_first(table, count)
-            sequence.host_tokens += count * self.spec.page_size
-            self.host_table.put(sequence.row, 0, table.pages_from(0))
-        return max(0, count)
+        pages = table.pages_from(0)[: min(full, held.capacity - held.num_pages)]
+        return (place for place, page in enumerate(pages) if self.pool.refs(page) == 1)
 
     def release_host_range(self, sequence: Sequence) -> None:
         """Release the host memory of a sequence that is freed."""

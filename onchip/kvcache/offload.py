@@ -19,7 +19,7 @@ from onchip.kvcache.pool import NoRoom
 
 # The part of a range that attention takes at a time. A GPU holds two of them; copying one takes
 # 1.3 ms over PCIe 5, which hides the cost of starting a copy and a kernel.
-SEGMENT_BYTES = 64 << 20
+PREFIX_SEGMENT_BYTES = 64 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -119,10 +119,13 @@ class OffloadMemory:
                 host[start:stop].copy_(layer.index_select(0, ids), non_blocking=True)
         held.num_pages += len(pages)
 
-    def layer(self, layer: int, held: HostRange) -> tuple[Tensor, Tensor]:
-        """(k, v) of one layer of the pages in use: (1, tokens, num_kv_heads, dim), views."""
-        used = slice(held.first, held.first + held.num_pages)
-        return self.k[layer, used].flatten(0, 1)[None], self.v[layer, used].flatten(0, 1)[None]
+    def layer(self, layer: int, held: HostRange, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """(k, v) of one layer of the first num_tokens tokens of a range: (1, num_tokens,
+        num_kv_heads, dim), views.
+        """
+        pages = slice(held.first, held.first + held.num_pages)
+        k, v = (t[layer, pages].flatten(0, 1)[None, :num_tokens] for t in (self.k, self.v))
+        return k, v
 
     def check(self) -> None:
         """Raise AssertionError unless all ranges are disjoint and hold no more than they can."""

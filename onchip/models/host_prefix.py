@@ -16,7 +16,7 @@ from torch import Tensor
 from onchip.core.functional import UNBOUNDED, merge_states, offload_attention, paged_attention
 from onchip.core.problem import Window
 from onchip.kvcache import KVCache, PagedBatch
-from onchip.kvcache.offload import SEGMENT_BYTES
+from onchip.kvcache.offload import PREFIX_SEGMENT_BYTES
 from onchip.kvcache.paged_batch import HostPrefix
 
 
@@ -30,16 +30,15 @@ def attend_with_prefixes(
     packed = {"cu_seqlens_q": batch.cu_seqlens_q, "max_seqlen_q": batch.max_seqlen_q}
     pages = *cache.layer(layer), batch.page_table, batch.cache_seqlens
     out, lse = paged_attention(q, *pages, **packed, **parts, **options)
-    parts |= {name: options[name] for name in ("softmax_scale", "softcap") if name in options}
-    window = options.get("window_size", UNBOUNDED)
+    window = options.pop("window_size", UNBOUNDED)
+    options.pop("sinks", None)
     for prefix in batch.host_prefixes:
         count, shifted = _visible_rows(prefix, window)
         if count:
             rows = slice(prefix.start, prefix.start + count)
-            source = cache.offloaded.layer(layer, prefix.held)
-            more, more_lse = offload_attention(
-                q[None, rows], source, window_size=shifted, segment_bytes=SEGMENT_BYTES, **parts
-            )
+            source = cache.offloaded.layer(layer, prefix.held, prefix.num_tokens)
+            own = {"window_size": shifted, "segment_bytes": PREFIX_SEGMENT_BYTES}
+            more, more_lse = offload_attention(q[None, rows], source, **own, **parts, **options)
             out[rows], _ = merge_states([out[rows], more[0]], [lse[:, rows], more_lse[0]])
     return out.to(q.dtype)
 

@@ -185,9 +185,9 @@ class HashEngine:
         """The numbers of a sequence that are in host memory."""
         if prefix is None:
             return []
-        numbers = self.cache.offloaded.layer(0, prefix.held)[0].flatten().tolist()
+        numbers = self.cache.offloaded.layer(0, prefix.held, prefix.num_tokens)[0].flatten()
         assert len(numbers) == prefix.num_tokens
-        return numbers
+        return numbers.tolist()
 
     def sample_rows(self, rows):
         """The next token of each (numbers, sample)."""

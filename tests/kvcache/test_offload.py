@@ -28,7 +28,7 @@ def compute(cache, sequence, tokens):
 
 def read(cache, sequence, layer=1):
     """The ids of all tokens, from the keys on the host and on the device."""
-    host = cache.offloaded.layer(layer, sequence.host_range)[0][0, :, 0, 0]
+    host = cache.offloaded.layer(layer, sequence.host_range, sequence.host_tokens)[0][0, :, 0, 0]
     pages = torch.tensor(sequence.table.pages, dtype=torch.int64)
     own = cache.layer(layer)[0][pages].flatten(0, 1)[: sequence.table.length, 0, 0]
     return (torch.cat([host, own]) - layer).int().tolist()
@@ -84,6 +84,33 @@ def test_only_full_pages_of_computed_tokens_move():
     cache.commit(sequence)
     assert cache.offload(sequence, 9) == 2, "its range has three pages"
     assert cache.offload(sequence, 9) == 0
+
+
+def test_as_many_pages_become_free_as_are_asked_for():
+    """Shared pages move only together with private pages behind them."""
+    cache = make(num_pages=12)
+    sequence = cache.open(offload_pages=9)
+    compute(cache, sequence, list(range(10)))
+    other = cache.open(list(range(9)))
+    assert other.hit_tokens == 8 and cache.num_offloadable(sequence) == 0
+    assert cache.offload(sequence, 2) == 0 and not sequence.host_tokens
+    compute(cache, sequence, list(range(10, 18)))
+    free = cache.pool.num_free
+    assert cache.num_offloadable(sequence) == 2
+    assert cache.offload(sequence, 1) == 1 and sequence.host_tokens == 12
+    assert cache.pool.num_free == free + 1
+    assert read(cache, sequence) == list(range(18)) and read_device(cache, other) == [*range(8)]
+
+
+def test_a_token_more_counts_those_in_host_memory():
+    cache = make(max_seqlen=30)
+    sequence = cache.open(offload_pages=8)
+    for start in (0, 15):
+        compute(cache, sequence, list(range(start, start + 15)))
+        cache.offload(sequence, 3)
+    for reserve in (cache.reserve_each, lambda sequences: cache.reserve_all(sequences, [1])):
+        with pytest.raises(ValueError, match="31 tokens exceed the cache's max_seqlen=30"):
+            reserve([sequence])
 
 
 def test_the_prefix_cache_survives_offloading():

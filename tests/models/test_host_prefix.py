@@ -56,6 +56,30 @@ def test_offloaded_pages_change_no_output(options):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+def test_a_batch_reads_what_was_offloaded_before_it():
+    """Pages that are offloaded after `view` are read from the pool: they would count twice."""
+    outs = []
+    for late in (0, 2):
+        torch.manual_seed(1)
+        cache = KVCache(Spec(1, 2, 8, 6, 4, torch.float32), 9, offload_pages=9)
+        sequence = cache.open(offload_pages=9)
+        for count in (22, 3):
+            cache.reserve(sequence, count)
+            batch = cache.view([sequence])
+            cache.offload(sequence, late)
+            q, k = (torch.randn(count, heads, 8) for heads in (4, 2))
+            outs.append(PagedAttend(batch, cache)(0, q, k, torch.randn(count, 2, 6)))
+            cache.commit(sequence)
+            cache.offload(sequence, 2 - len(batch.host_prefixes))
+        assert sequence.host_tokens == 4 * (3 + late)
+    torch.testing.assert_close(outs[3], outs[1], rtol=1e-5, atol=1e-6)
+
+
+def test_options_without_a_meaning_for_host_memory_are_refused():
+    with pytest.raises(TypeError, match="offload_attention.* unexpected .*'alibi_slopes'"):
+        attend_all(True, {"alibi_slopes": torch.ones(4)}, torch.float32)
+
+
 def test_parts_are_rounded_once():
     got, want = (attend_all(offload, {}, torch.bfloat16) for offload in (True, False))
     assert got.dtype == torch.bfloat16
