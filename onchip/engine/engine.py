@@ -37,7 +37,6 @@ from onchip.engine.speculation.speculator import Speculator
 from onchip.engine.speculation.verify import count_accepted
 from onchip.engine.stats import EngineStats, StatsRecorder
 from onchip.engine.step import Limits, RejectedRequest
-from onchip.engine.stream_pacer import StreamingCosts
 from onchip.engine.structure.compiler import GrammarCompiler, PendingGrammar, wait_for_any
 from onchip.engine.tokenizer import Tokenizer
 from onchip.kvcache import HostTier, KVCache, Spec
@@ -122,7 +121,6 @@ class Engine:
         )
         self.tier = HostTier(self.cache, host_pages) if host_pages else None
         self.costs = PreemptionCosts(spec.page_bytes) if host_pages else None
-        self._streaming = StreamingCosts(spec.page_bytes)
         self._draft = None if draft_model is None else self._make_draft(draft_model)
         self._speculator = _make_speculator(model, spec, speculative_config, self._draft)
         self._clock = execution.clock
@@ -336,7 +334,6 @@ class Engine:
             tier=self.tier,
             costs=self.costs,
             speculator=self._speculator,
-            streaming=self._streaming,
             clock=self._clock,
         )
         self._output_processor = OutputProcessor(self.tokenizer, self.scheduler.stop)
@@ -394,14 +391,15 @@ class Engine:
         )
 
     def _observe(self, in_flight: InFlightStep, num_generated: int, waited_s: float) -> None:
-        """Record a collected step, the rate of streaming if it streamed pages, and the prefill rate
-        if it mostly prefilled.
+        """Record a collected step, and the prefill rate if it mostly prefilled and streamed no
+        pages, which take time of their own.
         """
         now, tokens = time.monotonic(), in_flight.step.num_tokens - in_flight.step.num_drafts
         seconds, self._collected_at = now - max(self._collected_at, in_flight.launched_at), now
         self._recorder.count_step(in_flight.step, num_generated, waited_s)
-        self._streaming.observe(in_flight.step.streamed_pages, seconds)
-        if self.costs is not None and tokens >= _MOSTLY_PREFILL * len(in_flight.step.chunks):
+        if in_flight.step.streamed_pages:
+            self.scheduler.pacer.observe(seconds)
+        elif self.costs is not None and tokens >= _MOSTLY_PREFILL * len(in_flight.step.chunks):
             self.costs.observe(tokens, seconds)
 
     def _fail(self, error: Exception) -> EngineError:

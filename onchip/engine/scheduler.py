@@ -60,7 +60,7 @@ from onchip.engine.request_queue import RequestQueue
 from onchip.engine.speculation.speculator import SpeculationStats, Speculator
 from onchip.engine.speculation.verify import split_rows
 from onchip.engine.step import Chunk, Limits, RejectedRequest, ScheduledStep
-from onchip.engine.stream_pacer import StreamingCosts, StreamPacer
+from onchip.engine.stream_pacer import StreamPacer
 from onchip.kvcache.pool import NoRoom
 
 _OFFLOADED_TO_ADMIT = 32  # pages of long requests that are offloaded before each new attempt
@@ -96,12 +96,13 @@ class _Plan:
 class Scheduler:
     """Call `add`, then `schedule` and `update` in turns; or, to overlap steps, `schedule`,
     `mark_launched` and later `apply_tokens`. The scheduler owns cache and tier. Without tier and
-    costs, preempted requests are always recomputed. speculator: adds drafts to steps. streaming:
-    costs of pages in host memory; None: they cost no time.
+    costs, preempted requests are always recomputed. speculator: adds drafts to steps. pacer:
+    its `observe` is called when a step that streamed pages has ended.
     """
 
     limits: Limits
     clock: Callable[[], float]
+    pacer: StreamPacer
     totals: Counter[str]
     num_cached_tokens: int
 
@@ -113,7 +114,6 @@ class Scheduler:
         tier: SwapTier | None = None,
         costs: PreemptionCosts | None = None,
         speculator: Speculator | None = None,
-        streaming: StreamingCosts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         if limits.max_num_seqs > cache.max_seqs:
@@ -126,7 +126,7 @@ class Scheduler:
         self._pool, self._max_seqlen = cache.pool, cache.max_seqlen
         self._offload_pages = cache.offload_pages
         self._kv = KVManager(cache, tier, costs)
-        self._pacer = StreamPacer(streaming or StreamingCosts(0), clock)
+        self.pacer = StreamPacer(clock)
         self.totals = Counter[str]()  # events of all steps, by name
         self.num_cached_tokens = 0  # of prompts, found in the cache when they were first scheduled
         self._requests: dict[str, Request] = {}
@@ -405,7 +405,7 @@ class Scheduler:
             is_ready = request.status is Status.RUNNING and not request.is_long
             if is_ready and request not in plan.chunks:
                 self._schedule_request(request, plan)
-        if self._pacer.is_due:
+        if self.pacer.is_due:
             self._schedule_long(plan)
         self._admit_waiting(plan)
         if not plan.chunks:
@@ -426,9 +426,8 @@ class Scheduler:
         if not self._offload_pages:
             return 0
         joined = [request for request in plan.chunks if request.is_long]
-        streamed_pages = sum(map(self._kv.num_offloaded, joined))
-        self._pacer.record(bool(joined), streamed_pages)
-        return streamed_pages
+        self.pacer.record(bool(joined))
+        return sum(map(self._kv.num_offloaded, joined))
 
     def _make_step(self, plan: _Plan, streamed_pages: int) -> ScheduledStep:
         chunks, speculator = plan.list_chunks(), self._speculator

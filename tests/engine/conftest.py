@@ -90,7 +90,8 @@ def search(request):
 
 class HashEngine:
     """A scheduler on a real cache with tiny pages, stepped by the test; `delay` delays copies.
-    ahead: each step is scheduled before the tokens of the last one are known.
+    ahead: each step is scheduled before the tokens of the last one are known. page_s: time of a
+    page that streams from host memory.
     """
 
     delay = None
@@ -109,7 +110,7 @@ class HashEngine:
         device="cpu",
         speculator=None,
         offload_pages=0,
-        streaming=None,
+        page_s=0.0,
         **limits,
     ):
         spec = Spec(1, 1, 1, 1, page_size, torch.float32, device)
@@ -138,10 +139,9 @@ class HashEngine:
             tier=self.tier,
             costs=costs,
             speculator=speculator,
-            streaming=streaming,
             clock=lambda: self.now,
         )
-        self.ahead, self.in_flight = ahead, None
+        self.ahead, self.in_flight, self.page_s = ahead, None, page_s
         self.steps = 0
         self.finished = []
 
@@ -206,6 +206,7 @@ class HashEngine:
         if self.ahead:
             self.launch_ahead(step, tokens)
         else:
+            self.stream(step)
             self.finished += scheduler.update(step, tokens)
         self.steps += 1
         self.check()
@@ -217,14 +218,22 @@ class HashEngine:
         self.check()
         before, self.in_flight = self.in_flight, (step, tokens)
         if before:
+            self.stream(before[0])
             self.finished += self.scheduler.apply_tokens(*before)
         if self.scheduler.must_collect or not step.chunks:
             self.collect()
 
     def collect(self):
         if self.in_flight:
+            self.stream(self.in_flight[0])
             self.finished += self.scheduler.apply_tokens(*self.in_flight)
             self.in_flight = None
+
+    def stream(self, step):
+        """Let the time pass that the pages of a step take."""
+        if step.streamed_pages:
+            self.now += step.streamed_pages * self.page_s
+            self.scheduler.pacer.observe(step.streamed_pages * self.page_s)
 
     def drain(self, limit=3000):
         while self.scheduler.has_work:

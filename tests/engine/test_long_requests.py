@@ -7,13 +7,14 @@ import pytest
 from onchip.core.problem import UnsupportedError
 from onchip.engine import (
     BeamSearchParams,
+    PreemptionCosts,
     RejectedRequest,
     Request,
     SamplingParams,
     Status,
 )
 from onchip.engine.speculation.config import SpeculativeConfig
-from onchip.engine.stream_pacer import StreamingCosts
+from onchip.engine.stream_pacer import StreamPacer
 
 TEXT = "in the beginning was the word, and the word was with the others, " * 4
 SMALL = {"num_pages": 14, "offload_pages": 64}  # 52 tokens; prompts and outputs of up to 225
@@ -223,8 +224,8 @@ def test_prefixes_of_long_prompts_are_shared_and_stay_valid(tiny):
 
 
 def test_ordinary_requests_wait_for_few_steps_with_streamed_pages(engine):
-    """Each streamed step lasts 0.2 s, twenty times as long as another."""
-    one = engine(num_pages=9, offload_pages=40, streaming=StreamingCosts(8, 800.0), budget=30)
+    """Each streamed step lasts about 0.2 s, twenty times as long as another."""
+    one = engine(num_pages=9, offload_pages=40, page_s=0.01, budget=30)
     one.add(Request("long", [1] * 100, SamplingParams(max_tokens=30, ignore_eos=True)))
     for _ in range(8):
         one.step()
@@ -232,6 +233,17 @@ def test_ordinary_requests_wait_for_few_steps_with_streamed_pages(engine):
     steps = []
     while one.scheduler.find("short"):
         steps.append(one.step().streamed_pages > 0)
-        one.now += 0.2 * steps[-1]
     assert len(steps) <= 24 and sum(steps) <= 3
     one.drain()
+
+
+def test_steps_with_streamed_pages_are_timed_for_their_pause_only(tiny, monkeypatch):
+    """Their time is not that of a prefill."""
+    streamed, prefilled = [], []
+    monkeypatch.setattr(StreamPacer, "observe", lambda self, seconds: streamed.append(seconds))
+    monkeypatch.setattr(PreemptionCosts, "observe", lambda self, *step: prefilled.append(step[0]))
+    with tiny.engine(**SMALL, host_pages=30) as one:
+        add(one, LONG[:1])
+        tiny.drain(one)
+        assert len(streamed) > 25 and min(streamed) > 0
+        assert 40 <= sum(prefilled) <= 52, "the prompt as far as it fits into the pool"

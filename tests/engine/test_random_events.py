@@ -11,7 +11,6 @@ from onchip.engine import BeamSearchParams, RejectedRequest, Request, SamplingPa
 from onchip.engine.speculation.config import SpeculativeConfig
 from onchip.engine.speculation.ngram import NgramProposer
 from onchip.engine.speculation.speculator import Speculator
-from onchip.engine.stream_pacer import StreamingCosts
 from tests.engine.conftest import HashDraft
 
 CONFIG = SpeculativeConfig(5, prompt_lookup_max=3, prompt_lookup_min=1)
@@ -219,7 +218,7 @@ SHAPES = {
     "long_late": dict(
         num_pages=36, page_size=1, max_num_seqs=5, budget=9, host_pages=60, late=True, ahead=True
     )
-    | {"offload_pages": 300, "streaming": StreamingCosts(4, link_bytes_per_s=1e4)},
+    | {"offload_pages": 300, "page_s": 4e-4},
     "long_drafts": dict(
         num_pages=17, page_size=2, max_num_seqs=4, budget=25, ahead=True, drafts=guesses(0.7)
     )
