@@ -8,6 +8,7 @@ from onchip.engine.request import Request, Sample, Status
 from onchip.engine.step import Chunk
 from onchip.kvcache.pool import NoRoom
 
+_OFFLOADED_AT_ONCE = 32  # pages: a copy of fewer costs the host about as much
 ScheduledTokens = tuple[Sample, int]  # a sample, and how many of its tokens the step computes
 
 
@@ -44,6 +45,7 @@ class PagedCache(Protocol):
     def commit_all(self, sequences: Sequence[Any], lengths: Sequence[int]) -> None: ...
     def free(self, sequence: Any) -> None: ...
     def offload(self, sequence: Any, num_pages: int) -> int: ...
+    def num_offloadable(self, sequence: Any) -> int: ...
     def can_reserve_host(self, num_pages: int) -> bool: ...
 
 
@@ -142,25 +144,33 @@ class KVManager:
         )
 
     def offload(self, requests: Iterable[Request], num_pages: int) -> bool:
-        """Copy num_pages pages of long requests to the host, or as many as they have, the first of
-        these requests first. Return whether any page was copied.
+        """Free num_pages pages or a few more by copying pages of long requests to the host, or as
+        many as they have, the first of these requests first. Return whether any page was freed.
         """
-        moved = 0
+        freed, num_pages = 0, max(num_pages, _OFFLOADED_AT_ONCE)
         for sample in [s for r in requests if r.is_long for s in r.resident]:
-            if moved < num_pages:
-                moved += self._cache.offload(sample.sequence, num_pages - moved)
-        return moved > 0
+            if freed < num_pages:
+                freed += self._cache.offload(sample.sequence, num_pages - freed)
+        return freed > 0
 
-    def make_room(self, sample: Sample, num_tokens: int) -> int:
+    def make_room(self, sample: Sample, num_tokens: int, running: Iterable[Request]) -> int:
         """Offload pages of a long request until it has slots for its next num_tokens tokens. Return
-        how many of them have slots.
+        how many of them have slots. The request takes none of the pages that the running ones need
+        soon, except that it takes one if any is free: otherwise it would starve.
         """
         size, sequence = self._cache.pool.page_size, sample.sequence
         unused = -sequence.length % size  # slots of its last page
-        lacking = -(-(num_tokens - unused) // size) - self.num_free
-        if lacking > 0:
-            self.offload([sample.request], lacking)
-        return min(num_tokens, unused + self.num_free * size)
+        needed, reserve = -(-(num_tokens - unused) // size), self._num_needed_soon(running)
+        if needed > 0 and needed + reserve > self.num_free:
+            self.offload([sample.request], needed + reserve - self.num_free)
+        pages = max(self.num_free - reserve, min(1, self.num_free))
+        return min(num_tokens, unused + pages * size)
+
+    def _num_needed_soon(self, running: Iterable[Request]) -> int:
+        """Pages for the known tokens of all ordinary requests, and one more for each sequence."""
+        samples = [s for r in running if not r.is_long for s in r.resident]
+        size = self._cache.pool.page_size
+        return sum([1 + max(0, s.length - s.sequence.length) // size for s in samples])
 
     def lacks_host_range(self, request: Request) -> bool:
         """Whether a waiting request must reserve host memory. A swapped one has kept its own."""
@@ -273,8 +283,8 @@ class KVManager:
         still gets one more page. Prompts admitted without this reserve would be preempted again
         soon.
         """
-        if request.is_long:
-            return num_running < self.num_free  # it offloads its own pages while it grows
+        if request.is_long:  # it offloads its own pages, also those of a cached prefix
+            return num_running < self.num_free + self._cache.num_offloadable(sequence)
         size = self._cache.pool.page_size
         need = request.pages(size, request.unfinished[0].length + 1) - -(-sequence.length // size)
         return need + num_running <= self.num_free

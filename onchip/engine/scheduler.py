@@ -37,7 +37,7 @@ A long request has more tokens than the pool has slots. It reserves host memory 
 when it is admitted; until some is free, all requests but other long ones overtake it. Whenever a
 request lacks pages, full pages of long requests move to the host before anything is preempted. A
 step with a long request lasts as long as these pages stream to the device: `StreamPacer` decides
-which steps it joins.
+which steps it joins. There it comes before prompts, which would leave it no budget.
 
 Progress: while a request is ready and no step is in flight, every step computes at least one token.
 Each request that is not long fits into the pool alone (checked in `add`), the first running request
@@ -63,7 +63,6 @@ from onchip.engine.step import Chunk, Limits, RejectedRequest, ScheduledStep
 from onchip.engine.stream_pacer import StreamPacer
 from onchip.kvcache.pool import NoRoom
 
-_OFFLOADED_TO_ADMIT = 32  # pages of long requests that are offloaded before each new attempt
 _ELSEWHERE = "though no other request holds any: the cache is used from elsewhere"
 
 
@@ -401,12 +400,12 @@ class Scheduler:
         self._kv.poll()
         plan = _Plan(self.limits.max_num_batched_tokens)
         self._schedule_decodes(plan)
+        if self.pacer.is_due:
+            self._schedule_long(plan)
         for request in self._running if len(plan.chunks) < len(self._running) else ():
             is_ready = request.status is Status.RUNNING and not request.is_long
             if is_ready and request not in plan.chunks:
                 self._schedule_request(request, plan)
-        if self.pacer.is_due:
-            self._schedule_long(plan)
         self._admit_waiting(plan)
         if not plan.chunks:
             self._schedule_long(plan)
@@ -457,7 +456,6 @@ class Scheduler:
             if full is None:
                 plan.add({request: _make_chunks(request, scheduled)})
                 return
-            plan.blocked = True
             if not self._free_pages_for(request, full, plan):
                 return
 
@@ -473,22 +471,24 @@ class Scheduler:
         """
         while wanted := list(request.next_tokens(plan.budget)):
             (sample, num_tokens), full = wanted[0], NoRoom(1, 0)
-            if count := self._kv.make_room(sample, num_tokens):
+            if count := self._kv.make_room(sample, num_tokens, self._running):
                 full = self._kv.append([(sample, count)])
                 if full is None:
                     plan.add({request: _make_chunks(request, [(sample, count)])})
                     return
-            plan.blocked = True
             if not self._free_pages_for(request, full, plan):
                 return
 
     def _free_pages_for(self, request: Request, full: NoRoom, plan: _Plan) -> bool:
-        """Preempt a request. Return True to try again, False to skip this request in this step."""
-        if full.needed - full.free <= self._pages_swapping_out():
-            return False  # wait for copies under way: preempting more would empty the device
+        """Offload pages of long requests or, if they have none, preempt a request. Return True to
+        try again, False to skip this request in this step.
+        """
         if self._kv.offload(reversed(self.running), full.needed - full.free):
             return True
-        last = self._running[-1]
+        plan.blocked = True
+        if full.needed - full.free <= self._pages_swapping_out():
+            return False  # wait for copies under way: preempting more would empty the device
+        last = self._last_to_preempt(request)
         if last is not request:
             plan.drop(last)
             self._preempt(last)
@@ -501,6 +501,15 @@ class Scheduler:
             return True
         self._fail_now(request, f"{full.needed} pages needed, {full.free} free")
         return False
+
+    def _last_to_preempt(self, request: Request) -> Request:
+        """The last of this request and the running ones that are not long. A long one only if no
+        other is left: it holds few pages, and may have to be recomputed for them.
+        """
+        others = [r for r in self.running if not r.is_long and r is not request]
+        if not others:
+            return self._running[-1]
+        return max(others[-1], request, key=lambda r: r.order_key)
 
     def _fail_now(self, request: Request, lack: str) -> None:
         """Fail a request that does not fit alone, which `_check_feasible` rules out for an unshared
@@ -553,10 +562,10 @@ class Scheduler:
                 request.num_cached_tokens = request.unfinished[0].sequence.hit_tokens
                 self.num_cached_tokens += request.num_cached_tokens
                 request.metrics = replace(request.metrics, first_scheduled_s=self.clock())
-            if request.is_long:
-                self._schedule_long_request(request, plan)
-            else:
+            if not request.is_long:
                 self._schedule_request(request, plan)
+            elif self.pacer.is_due:
+                self._schedule_long_request(request, plan)
 
     def _next_to_admit(self) -> Request | None:
         """The first waiting request, except those whose grammar is still being compiled and long
@@ -600,7 +609,7 @@ class Scheduler:
         """
         away = request.host_group
         while not self._kv.make_resident(request, self._num_running_seqs()):
-            if self._kv.offload(reversed(self.running), _OFFLOADED_TO_ADMIT):
+            if self._kv.offload(reversed(self.running), 1):
                 continue
             if self._running or self._pages_swapping_out():
                 return False

@@ -247,3 +247,89 @@ def test_steps_with_streamed_pages_are_timed_for_their_pause_only(tiny, monkeypa
         tiny.drain(one)
         assert len(streamed) > 25 and min(streamed) > 0
         assert 40 <= sum(prefilled) <= 52, "the prompt as far as it fits into the pool"
+
+
+def ask(name, prompt, tokens, first=1):
+    """A request of the hash model that runs to its full length."""
+    prompt = [(first + i) % 13 for i in range(prompt)]
+    return Request(name, prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
+
+
+def test_a_long_request_leaves_pages_to_running_ones(engine):
+    one = engine(num_pages=21, offload_pages=60, budget=70)
+    for name in "ab":
+        one.add(ask(name, 5, 30))
+    one.step()
+    long = one.add(ask("long", 120, 5, first=3))
+    one.step()
+    assert long.samples[0].sequence.length >= 12 * 4
+    assert one.cache.pool.num_free >= 2
+    one.drain()
+
+
+def test_requests_are_admitted_while_decodes_take_pages_of_a_long_one(engine, assert_same):
+    """Pages of one token: each decode takes one in each step."""
+    one = engine(num_pages=41, page_size=1, offload_pages=200, budget=64)
+    first = one.add(ask("first", 4, 20))
+    one.step()
+    long = one.add(ask("long", 60, 30, first=3))
+    one.step()
+    second = one.add(ask("second", 4, 12, first=5))
+    for _ in range(3):
+        one.step()
+    assert {r.status for r in (first, second, long)} == {Status.RUNNING}
+    one.drain()
+    for request in (first, second, long):
+        assert_same(request)
+        assert not request.metrics.num_preemptions
+
+
+def test_prompts_leave_budget_to_a_long_request(engine):
+    one = engine(num_pages=31, offload_pages=60, budget=8)
+    long = one.add(ask("long", 130, 5))
+    one.step()
+    one.add(ask("prompt", 90, 3, first=3))
+    for _ in range(6):
+        one.step()
+    assert long.samples[0].sequence.computed == 4 * 8, "every second step"
+    one.drain()
+
+
+def test_a_swapped_long_request_waits_for_its_pause(engine):
+    one = engine(num_pages=9, offload_pages=40, host_pages=9, page_s=0.01, budget=30)
+    long = one.add(ask("long", 100, 30))
+    for _ in range(8):
+        one.step()
+    one.add(ask("short", 5, 20, first=3))
+    one.step()
+    one.scheduler.preempt(long)
+    assert long.status is Status.SWAPPED
+    assert not sum(one.step().streamed_pages for _ in range(6))
+    assert long.status is Status.RUNNING
+    one.drain()
+
+
+def test_ordinary_requests_are_preempted_before_long_ones(engine, assert_same):
+    one = engine(num_pages=13, offload_pages=60, budget=40)
+    requests = [one.add(ask("a", 5, 30)), one.add(ask("b", 5, 30, first=2))]
+    requests.append(one.add(ask("long", 60, 30, first=3)))
+    one.drain()
+    for request in requests:
+        assert_same(request)
+    assert [r.metrics.num_preemptions for r in requests[::2]] == [0, 0]
+    assert requests[1].metrics.num_preemptions
+
+
+def test_a_long_request_with_a_cached_prefix_is_admitted(engine, assert_same):
+    """The prefix takes nearly all free pages, but they can be offloaded at once."""
+    one = engine(num_pages=13, offload_pages=60, budget=64)
+    one.add(ask("prefix", 40, 2))
+    one.drain()
+    other, long = one.add(ask("other", 3, 20, first=5)), ask("long", 80, 5)
+    one.step()
+    one.add(long)
+    one.step()
+    assert long.status is Status.RUNNING and long.num_cached_tokens >= 40
+    one.drain()
+    assert_same(other)
+    assert_same(long)
