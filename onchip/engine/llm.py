@@ -84,8 +84,7 @@ class LLM:
         limits = Limits(max_model_len or longest, max_num_batched_tokens, max_num_seqs)
         graphs = ranks.is_single and not enforce_eager
         spec = loaded.cache_spec(block_size, kv_dtype)
-        offload_pages = memory.offload_pages(spec, kv_offloading_size)
-        if offload_pages and not ranks.is_single:
+        if kv_offloading_size and not ranks.is_single:
             raise ValueError(f"{kv_offloading_size=} is not served with {tensor_parallel_size=}")
         if num_pages is None:
             share, paging = gpu_memory_utilization, memory.Paging(block_size, kv_dtype)
@@ -99,7 +98,7 @@ class LLM:
                     graphs=graphs,
                     rows_per_seq=rows,
                     draft=draft,
-                    offloads=offload_pages > 0,
+                    offloads=kv_offloading_size > 0,
                 )
             )
         self.engine = Engine(
@@ -110,7 +109,7 @@ class LLM:
             page_size=block_size,
             kv_dtype=kv_dtype,
             host_pages=memory.host_pages(spec, swap_space, num_pages) if ranks.is_single else 0,
-            offload_pages=offload_pages,
+            offload_pages=memory.offload_pages(spec, kv_offloading_size, num_pages),
             prefix_caching=enable_prefix_caching,
             eos_token_ids=_eos(model),
             seed=seed,

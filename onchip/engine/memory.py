@@ -56,7 +56,7 @@ def device_pages(
     most = 1 + limits.max_num_seqs * -(-limits.max_model_len // paging.page_size)
     if model.device.type == "cuda":
         free_bytes = _free_gpu_bytes(model, limits, paging, utilization, graphs, rows_per_seq)
-        free_bytes -= 2 * PREFIX_SEGMENT_BYTES if offloads else 0
+        free_bytes -= _streaming_bytes(model, limits) if offloads else 0
     else:
         free_bytes = int(_HOST_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if draft is not None:
@@ -87,11 +87,19 @@ def host_pages(spec: Spec, swap_space: float, num_pages: int) -> int:
     return min(spec.pages_in(int(swap_space * 2**30)), num_pages)
 
 
-def offload_pages(spec: Spec, kv_offloading_size: float) -> int:
-    """Pages in kv_offloading_size GiB."""
+def offload_pages(spec: Spec, kv_offloading_size: float, num_pages: int) -> int:
+    """Pages in kv_offloading_size GiB: none, or more than a cache of num_pages has. Only a request
+    that is longer than the cache uses them, and it reserves them for all of its tokens.
+    """
     if not kv_offloading_size >= 0:
         raise ValueError(f"{kv_offloading_size=} must be a number of GiB from 0 on")
-    return spec.pages_in(int(kv_offloading_size * 2**30))
+    pages = spec.pages_in(int(kv_offloading_size * 2**30))
+    if kv_offloading_size and pages < num_pages:
+        raise ValueError(
+            f"{kv_offloading_size=} GiB hold {pages:,} pages, but the cache has {num_pages - 1:,}:"
+            f" a request longer than the cache needs more than {num_pages - 1:,} in host memory"
+        )
+    return pages
 
 
 def _free_gpu_bytes(
@@ -138,6 +146,16 @@ def _step_bytes(model: Model, limits: Limits, paging: Paging) -> int:
         while engine.has_work:
             engine.step()
         return torch.cuda.max_memory_reserved(device) - held
+
+
+def _streaming_bytes(model: Model, limits: Limits) -> int:
+    """Memory of a step besides `_step_bytes` that streams pages from the host: two segments, and
+    five tensors of unrounded outputs. These are the outputs over pages, those over the host, and
+    three while both are merged.
+    """
+    tokens, wide = limits.max_num_batched_tokens, torch.promote_types(model.dtype, torch.float32)
+    num_outputs = tokens * model.config.num_heads * model.cache_spec().head_dim_v
+    return 2 * PREFIX_SEGMENT_BYTES + 5 * num_outputs * wide.itemsize
 
 
 def _graph_bytes(model: Model, limits: Limits, paging: Paging) -> int:

@@ -252,6 +252,7 @@ def test_a_folder_without_a_tokenizer(folder):
         ({"block_size": 5}, "must be a power of two"),
         ({"swap_space": -1}, "swap_space=-1 must be"),
         ({"kv_offloading_size": -1}, "kv_offloading_size=-1 must be"),
+        ({"kv_offloading_size": 1e-9, "num_pages": 9}, "hold 0 pages, but the cache has 8: a requ"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be above 0"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
         ({"tensor_parallel_size": 2}, "torchrun --nproc-per-node 2"),

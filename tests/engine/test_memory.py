@@ -45,6 +45,21 @@ def test_host_pages_are_bounded_by_swap_space_and_device_pages(tiny):
     assert memory.host_pages(spec, 4, 50) == 50
 
 
+def test_host_memory_for_long_requests_is_larger_than_the_cache(tiny):
+    spec = tiny.model().cache_spec(16)
+    assert memory.offload_pages(spec, 0, 50) == 0
+    size = 50 * spec.page_bytes / 2**30
+    assert memory.offload_pages(spec, size, 50) == 50
+    with pytest.raises(ValueError, match="hold 50 pages, but the cache has 50: a request longer"):
+        memory.offload_pages(spec, size, 51)
+
+
+def test_steps_that_stream_pages_hold_segments_and_unrounded_outputs(tiny):
+    """4 heads of 8 numbers in fp32."""
+    limits = Limits(256, 100, 4)
+    assert memory._streaming_bytes(tiny.model(), limits) == 2 * 2**26 + 5 * 100 * 4 * 8 * 4
+
+
 class Device:
     """A GPU as reported by torch.cuda: 2 of 10 GB are used, and the largest step grows torch's
     memory from 100 to 400 MB.
