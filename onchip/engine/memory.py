@@ -73,7 +73,7 @@ def device_pages(
 def _share_with_draft(
     free_bytes: int, spec: Spec, draft: Model, limits: Limits, paging: Paging
 ) -> int:
-    """The bytes that are left if each page has one of the draft model beside it."""
+    """The bytes that are left if the cache of the draft model has as many pages."""
     if draft.device.type == "cuda":
         free_bytes -= _step_bytes(draft, limits, Paging(paging.page_size))
     draft_bytes = draft.cache_spec(paging.page_size).page_bytes
@@ -150,8 +150,7 @@ def _step_bytes(model: Model, limits: Limits, paging: Paging) -> int:
 
 def _streaming_bytes(model: Model, limits: Limits) -> int:
     """Memory of a step besides `_step_bytes` that streams pages from the host: two segments, and
-    five tensors of unrounded outputs. These are the outputs over pages, those over the host, and
-    three while both are merged.
+    five tensors of unrounded outputs: over pages, over the host, and three while both are merged.
     """
     tokens, wide = limits.max_num_batched_tokens, torch.promote_types(model.dtype, torch.float32)
     num_outputs = tokens * model.config.num_heads * model.cache_spec().head_dim_v

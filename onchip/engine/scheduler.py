@@ -37,7 +37,7 @@ A long request has more tokens than the pool has slots. It reserves host memory 
 when it is admitted; until some is free, all requests but other long ones overtake it. Whenever a
 request lacks pages, full pages of long requests move to the host before anything is preempted. A
 step with a long request lasts as long as these pages stream to the device: `StreamPacer` decides
-which steps it joins. There it comes before prompts, which would leave it no budget.
+which steps it joins. In these it precedes prompts, which would leave it no budget.
 
 Progress: while a request is ready and no step is in flight, every step computes at least one token.
 Each request that is not long fits into the pool alone (checked in `add`), the first running request

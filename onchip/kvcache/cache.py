@@ -232,11 +232,8 @@ class KVCache:
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Drop the tokens from `length` on. Those in host memory cannot be dropped."""
-        table, length, on_host = (
-            self.resident(sequence),
-            as_int("length", length),
-            sequence.host_tokens,
-        )
+        table, on_host = self.resident(sequence), sequence.host_tokens
+        length = as_int("length", length)
         if 0 <= length < on_host:
             raise ValueError(f"{length=} would drop some of {on_host} tokens in host memory")
         self.pool.truncate(table, length - on_host)

@@ -3,7 +3,8 @@ loop only.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from onchip.engine.request import RequestOutput
@@ -42,6 +43,17 @@ class IncomingRequest:
         await self._event.wait()
         if self._failure is not None:
             raise self._failure
+
+
+@contextmanager
+def track_request(requests: set[IncomingRequest]) -> Iterator[IncomingRequest]:
+    """A new request, which is in the set inside of the block."""
+    incoming = IncomingRequest()
+    requests.add(incoming)
+    try:
+        yield incoming
+    finally:
+        requests.discard(incoming)
 
 
 class PendingCall:

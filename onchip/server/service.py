@@ -22,8 +22,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from itertools import count
 from typing import Any, Protocol, TypeVar
@@ -35,7 +35,14 @@ from onchip.engine.structure.compiler import PendingGrammar
 from onchip.engine.tokenizer import Tokenizer
 
 from .errors import APIError
-from .pending import EngineRequest, IncomingRequest, OpenRequest, OpenRequestInfo, PendingCall
+from .pending import (
+    EngineRequest,
+    IncomingRequest,
+    OpenRequest,
+    OpenRequestInfo,
+    PendingCall,
+    track_request,
+)
 
 T = TypeVar("T")
 LOG = logging.getLogger("onchip.serve")
@@ -148,18 +155,12 @@ class Service:
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
-    @contextmanager
-    def track_incoming(self) -> Iterator[IncomingRequest]:
+    def track_incoming(self) -> AbstractContextManager[IncomingRequest]:
         """A block around reading a request, until its `submit`. APIError: too many requests are
         open.
         """
         self._check_open(1)
-        incoming = IncomingRequest()
-        self._incoming.add(incoming)
-        try:
-            yield incoming
-        finally:
-            self._incoming.discard(incoming)
+        return track_request(self._incoming)
 
     async def submit(
         self, requests: Sequence[EngineRequest], incoming: IncomingRequest | None = None

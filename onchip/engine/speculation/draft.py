@@ -27,7 +27,7 @@ from onchip.models import Model, positions_of
 @dataclass(eq=False, slots=True)
 class DraftSequence:
     """A sample in the cache of the draft model. num_known: its first tokens that were known, not
-    drafted, when they were computed. drafts: those of this step, at most `limit`.
+    drafted, when they were computed. drafts: of this step, at most `limit`.
     """
 
     owner: Sample

@@ -1,5 +1,5 @@
 """Replicas on Ray Serve: started, scaled, called and ended. Ray Serve places them on the nodes of a
-cluster, checks their health, replaces those that die, and drains those that scaling removes.
+cluster, checks their health, replaces dead ones, and drains the ones that scaling removes.
 
 With RAY_ADDRESS the replicas run on that cluster. Without it, a cluster of this machine is started,
 on the loopback, without dashboard and usage reports; its processes accept only calls with a token
@@ -69,7 +69,7 @@ class NamedReplica(Replica):
 class Cluster:
     """A context manager: the replicas run inside of the block, and its value calls them.
 
-    options: those of `onchip serve`, by name. router: of Ray Serve, by its import path. name: of
+    options: of `onchip serve`, by name. router: of Ray Serve, by its import path. name: of
     the application of Ray Serve. The host and the port of a command make it unique on a cluster,
     and a command that starts again replaces the replicas that it left.
     """
@@ -107,7 +107,7 @@ class Cluster:
 
     def scale(self, num_replicas: int) -> Any:
         """Run this many replicas, and return the handle of Ray Serve. Returns when new ones are
-        ready; those that go finish their requests first, for at most drain_s.
+        ready; removed ones finish their requests first, for at most drain_s.
         """
         num_gpus = int(ray.cluster_resources().get("GPU", 0))
         if self._is_own and self._gpus_each() * num_replicas > num_gpus:  # Ray would wait for more
@@ -127,7 +127,7 @@ class Cluster:
             NamedReplica,
             name="Replica",
             num_replicas=num_replicas,
-            # What is beyond waits in the engine's queue, whose scheduler knows priorities.
+            # More requests than fit a step wait in the engine's queue, which has priorities.
             max_ongoing_requests=options["max_num_seqs"] + options["max_queue"],
             max_queued_requests=max(MIN_QUEUED, options["max_queue"]),
             graceful_shutdown_timeout_s=options["drain_s"],
@@ -196,12 +196,10 @@ class RayReplicas:
         except (TimeoutError, *_FAILURES):  # the latter: there is no replica
             return {}
         tasks = [asyncio.ensure_future(result.get_async()) for result in results]
-        answered, late = await asyncio.wait(tasks, timeout=timeout_s)
+        done, late = await asyncio.wait(tasks, timeout=timeout_s)
         for task in late:
             task.cancel()
-        return dict(
-            task.result() for task in answered if not task.cancelled() and not task.exception()
-        )
+        return dict(t.result() for t in done if not t.cancelled() and not t.exception())
 
 
 def _is_cancelled() -> bool:

@@ -7,9 +7,9 @@ Retry-After, or an `error` event in a stream that has begun. Requests of other r
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
@@ -27,7 +27,7 @@ from onchip.server.bodies import INLINE_BYTES, BodyMemory, BodyReader, load
 from onchip.server.errors import APIError
 from onchip.server.log import RequestLog, get_record
 from onchip.server.metrics import MEDIA_TYPE
-from onchip.server.pending import IncomingRequest
+from onchip.server.pending import IncomingRequest, track_request
 from onchip.server.service import RETRY_AFTER_S, closing_error
 from onchip.server.streaming import GRACE_S, run_until, watch_disconnect
 
@@ -36,8 +36,8 @@ from .prompts import prompt_keys
 from .relay import RelayedResponse
 from .request import ReplicaRequest, forwarded_scope
 
-BROADCAST_S = 5.0  # for all replicas to answer
-PROBE_S = 1.0  # /ready needs no key: it asks the replicas at most this often
+BROADCAST_S = 5.0  # for the results of all replicas
+PROBE_S = 1.0  # /ready needs no key: it calls the replicas at most this often
 MAX_UNSENT_BYTES = 64 << 20  # of all streams together, without the first 16 KiB of each
 PROMPT_PATHS = ("/v1/completions", "/v1/chat/completions")  # no other path computes pages
 
@@ -58,7 +58,7 @@ class ReplicaCalls(Protocol):
         ...
 
     async def broadcast(self, method: str, timeout_s: float) -> dict[str, Any]:
-        """The results of a method, by name of the replica, of those that answer in time."""
+        """The results of a method that arrive in time, by name of the replica."""
         ...
 
 
@@ -166,19 +166,13 @@ class Gateway:
             message = f"no replica takes more requests: {error}"
             raise APIError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S) from None
 
-    @contextmanager
-    def _track(self) -> Iterator[IncomingRequest]:
+    def _track(self) -> AbstractContextManager[IncomingRequest]:
         if self._is_draining:
             raise closing_error()
         if self.num_open >= self.options.max_open:
             message = f"{self.num_open} requests are open, at most {self.options.max_open} may be"
             raise APIError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
-        incoming = IncomingRequest()
-        self._open.add(incoming)
-        try:
-            yield incoming
-        finally:
-            self._open.discard(incoming)
+        return track_request(self._open)
 
     async def _health(self, request: Request) -> Response:
         """Of the gateway itself: Ray Serve restarts replicas."""
@@ -186,16 +180,16 @@ class Gateway:
 
     async def _ready(self, request: Request) -> Response:
         """200 while at least one replica is ready."""
-        answers = await self._ask_ready()
-        num_ready = sum(answers.values())
+        states = await self._probe_replicas()
+        num_ready = sum(states.values())
         status = "ready" if num_ready else "no replica is ready"
         if self._is_draining:
             status = "draining"
-        body = {"status": status, "replicas": len(answers), "replicas_ready": num_ready}
+        body = {"status": status, "replicas": len(states), "replicas_ready": num_ready}
         return JSONResponse(body, 200 if status == "ready" else 503)
 
-    async def _ask_ready(self) -> dict[str, bool]:
-        """Probes that arrive together share one answer."""
+    async def _probe_replicas(self) -> dict[str, bool]:
+        """Whether each replica is ready. Probes that arrive together share one call."""
         if self._probe is None or time.monotonic() - self._probed_at >= PROBE_S:
             self._probe = asyncio.ensure_future(self._replicas.broadcast("is_ready", BROADCAST_S))
             self._probed_at = time.monotonic()

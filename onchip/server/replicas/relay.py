@@ -19,9 +19,8 @@ from onchip.server.streaming import encode_event
 
 
 class RelayedResponse:
-    """The response of a replica on its way to the client. Chunks that the client has not taken wait
-    here and are joined: a slow reader gets fewer, larger chunks. memory: for those of streams; all
-    other responses are short, or complete when they begin.
+    """A slow reader gets fewer, larger chunks. memory: of the chunks of streams that wait. Other
+    responses are short, or complete when they begin.
     """
 
     def __init__(self, send: Send, memory: BodyMemory):

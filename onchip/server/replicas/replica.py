@@ -18,7 +18,7 @@ from .request import GatewaySalts, ReplicaRequest
 
 
 class Replica:
-    """options: those of `onchip serve`, by name. Ray Serve awaits the constructor on the event loop
+    """options: of `onchip serve`, by name. Ray Serve awaits the constructor on the event loop
     of all later calls.
     """
 
