@@ -90,7 +90,9 @@ def hopper_forward(
 def _threads(
     config: HopperConfig | HopperBackwardConfig | HopperSplitConfig, consumers: int
 ) -> tuple[int, int, tuple[tuple[int, int], ...]]:
-    """Registers are allocated per warpgroup: the producer warp has one warpgroup of its own."""
+    """Registers are allocated per warpgroup: the producer warp is in one of its own, and in the
+    backward also the storing warp.
+    """
     roles = ((128 * consumers, config.consumer_regs), (128, config.producer_regs))
     return 128 * (consumers + 1), config.entry_regs, roles
 
@@ -130,9 +132,10 @@ def hopper_backward(
         "work queue": WORK_ITEM if dynamic else 0,
     }
     if with_dq:
-        buffers["ds"] = 2 * 2 * n * m
-    rings = config.q_stages + config.dout_stages + 1 + 1 + 2
-    return Footprint(buffers, 2 * rings + 1, *_threads(config, 2))
+        buffers["ds"] = 2 * 3 * n * m
+    full = config.q_stages + config.dout_stages  # named barriers for empty stages take no memory
+    rings = 1 + 1 + 2
+    return Footprint(buffers, full + 2 * rings + 2, *_threads(config, 2))
 
 
 def hopper_backward_split(

@@ -527,8 +527,9 @@ def hopper_decode_programs(problem: Problem) -> int:
 
 
 class HopperBackwardConfig(NamedTuple):
-    """One producer warp and two consumer warpgroups of 64 keys each. dq leaves in parts of 64 x 64,
-    one of each consumer for a tile: tile_m * head_dim = 2 * 64 * 64.
+    """A producer warp, a storing warp and two consumer warpgroups of 64 keys each. dq leaves in
+    parts of 64 x 64, one of each consumer for a tile: tile_m * head_dim = 2 * 64 * 64. There are at
+    most five stages of q and dout: see hopper/pipeline.py on named barriers.
     """
 
     tile_m: int
@@ -540,10 +541,12 @@ class HopperBackwardConfig(NamedTuple):
     entry_regs: int = 168
 
 
-# By head_dim, 2026-11-15. dk and dv take head_dim registers of each thread, a step of 64 queries
-# 96. Scores of the next tile need its queries while dk still needs the last: three stages of q.
+# By head_dim, 2026-11-18. dk and dv take head_dim registers of each thread, a step of 64 queries
+# 96. Scores of the next tile need its queries while dk still needs the last, so a third stage of q
+# helps where it fits beside three stages of ds. At head_dim 64 a tile is two steps: half as many
+# barriers as tiles of 64.
 HOPPER_BACKWARD = {
-    64: HopperBackwardConfig(128),  # two steps a tile: half as many barriers as tiles of 64
+    64: HopperBackwardConfig(128, q_stages=2),
     128: HopperBackwardConfig(64),
 }
 

@@ -57,7 +57,7 @@ VARIED: dict[str, dict[str, tuple]] = {
         "emulated_exp2": (0, 8),
         "dynamic": (False, True),
     },
-    "HopperBackwardConfig": {"q_stages": (2, 3, 4), "dout_stages": (1, 2, 3)},
+    "HopperBackwardConfig": {"q_stages": (2, 3), "dout_stages": (2, 3)},
     "HopperSplitConfig": {
         "b0_stages": (2, 3, 4),
         "b1_stages": (1, 2, 3),
@@ -248,11 +248,11 @@ def _is_allowed(row: Any, field: str, value: Any, usual: Any) -> bool:
 
 
 def is_consistent(row: Any) -> bool:
-    """The backward's pipeline of q must not have fewer stages than that of dout. If the output is
-    staged in the memory of q, a second q stage is not possible.
+    """The backward has barriers for five stages of q and dout. If the output is staged in the
+    memory of q, a second q stage is not possible.
     """
     ahead = getattr(row, "q_stages", 0)
-    return ahead >= getattr(row, "dout_stages", 0) and not (
+    return ahead + getattr(row, "dout_stages", 0) <= 5 and not (
         ahead > 1 and getattr(row, "out_in_q", False)
     )
 
@@ -272,7 +272,8 @@ def least_shared_bytes(table: str, key: Any, row: Any) -> int:
         tokens = 64 * row.consumers * row.q_stages + 2 * row.num_stages * row.tile_n
         return tokens * dim * itemsize
     if isinstance(row, tiles.HopperBackwardConfig):
-        return 2 * dim * (row.tile_m * (row.q_stages + row.dout_stages) + 2 * row.tile_n)
+        tokens = row.tile_m * (row.q_stages + row.dout_stages) + 2 * row.tile_n
+        return 2 * dim * tokens + 6 * row.tile_m * row.tile_n  # three stages of ds
     return 2 * dim * (row.tile * (row.b0_stages + row.b1_stages) + 128)
 
 

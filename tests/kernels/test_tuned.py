@@ -200,6 +200,7 @@ def test_a_row_that_cannot_be_used_is_skipped(folder, entry, said):
         ("HOPPER_FORWARD", 64, {"consumer_regs": 240}),  # of two consumers
         ("HOPPER_FORWARD", 128, {"num_stages": 4}),  # 192 kB of keys and values, 64 kB of queries
         ("HOPPER_BACKWARD", 128, {"tile_m": 128}),
+        ("HOPPER_BACKWARD", 128, {"dout_stages": 3}),  # named barriers
         ("HOPPER_FORWARD", 64, {"rescale": "never"}),
     ],
 )

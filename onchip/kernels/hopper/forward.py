@@ -519,7 +519,7 @@ def forward_kernel(
         seqlen, blocks, pages, order, SoftmaxScale(scale_log2, inner, SOFTCAP), cfg, batch
     )
     q = make_pipeline(q_desc, Q_STAGES * CONSUMERS, 1)
-    k = make_pipeline(k_desc, STAGES, CONSUMERS, pages.PARTS, NAMED_BARRIERS)
+    k = make_pipeline(k_desc, STAGES, CONSUMERS, pages.PARTS, 8 if NAMED_BARRIERS else 0)
     v = make_pipeline(v_desc, STAGES, CONSUMERS, pages.PARTS)
     pipes = ForwardPipelines(
         q, k, v, make_work_queue(CONSUMERS, params.FIELDS), make_pingpong(CONSUMERS)

@@ -466,7 +466,7 @@ def forward_8bit_kernel(
     )
     quant = QuantBlocks(q_scales, kv_scales, k_tokens, blocks_q, blocks_k, INT8_QK, PV16)
     q = make_pipeline(q_desc, Q_STAGES * CONSUMERS, 1)
-    k = make_pipeline(k_desc, STAGES, CONSUMERS, 1, NAMED_BARRIERS)
+    k = make_pipeline(k_desc, STAGES, CONSUMERS, 1, 8 if NAMED_BARRIERS else 0)
     v = make_pipeline(v_desc, STAGES, CONSUMERS)
     pipes = ForwardPipelines(
         q, k, v, make_work_queue(CONSUMERS, params.FIELDS), make_pingpong(CONSUMERS)

@@ -36,7 +36,7 @@ from onchip.kernels.hopper.tensors import (
     vector_descriptor,
     warp_constants,
 )
-from onchip.kernels.hopper.tile_plan import L2_BACKWARD, l2_group_size
+from onchip.kernels.hopper.tile_plan import L2_BACKWARD, divide_group, l2_group_size
 from onchip.kernels.runtime.counters import counter
 from onchip.kernels.runtime.launcher import CachedLauncher, on_device
 from onchip.kernels.tiles import (
@@ -48,8 +48,12 @@ from onchip.kernels.tiles import (
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PART = tl.constexpr(64 * 64)  # of dq, one consumer's part of a tile
+SUMS = tl.constexpr(1024)  # of dk and dv in fp32, that a program clears or rounds at a time
 Pair = tuple[Tensor, Tensor]
-_LENGTHS = ("num_heads", "seqlen_q", "total_q", "num_sequences", "num_tiles", "rows_per_batch")
+_LENGTHS = (
+    "num_heads", "seqlen_q", "total_q", "num_sequences", "num_tiles", "rows_per_batch", "num_sums",
+    "num_dk",
+)  # fmt: skip
 
 
 def backward(
@@ -57,7 +61,7 @@ def backward(
 ) -> Grads:
     if not (x.q.numel() and x.k.numel()):
         return _without_scores(problem, x, out, lse, dout, dlse)
-    buffers = BackwardBuffers.of(problem, x)
+    buffers = BackwardBuffers.of(problem, x, divide=True)
     delta = None if x.sinks is None else torch.empty_like(lse)
     dout = _prepare(problem, buffers, x, (out, lse, dout, dlse), delta)
     if buffers.width == 256:
@@ -65,12 +69,13 @@ def backward(
         dv = compute_dv(problem, x, dout, buffers.rows, buffers.counters[1])
     else:
         dk, dv = _empty(problem, x.k), _empty(problem, x.v)
-        _launch_backward(problem, buffers, x, dout, dk, dv)
+        sums = (dk, dv) if buffers.kv is None else buffers.kv_sums(x)
+        _launch_backward(problem, buffers, x, dout, *sums, add=buffers.kv is not None)
     if buffers.dq is None:
         dq = compute_dq(problem, x, dout, buffers.rows, buffers.counters[2])
     else:
         dq = _empty(problem, x.q)
-        _finish(problem.softmax_scale, buffers, x.cu_seqlens_q, dq)
+        _finish(problem.softmax_scale, buffers, x.cu_seqlens_q, dq, (dk, dv))
     dsinks = None if delta is None else sink_gradient(x.sinks, lse, delta)
     return Grads(dq, dk, dv, dsinks=dsinks)
 
@@ -93,8 +98,8 @@ def _without_scores(
 class BackwardBuffers(NamedTuple):
     """Tile shape, lengths and buffers of one call. `lengths`: num_heads, seqlen_q, total_q,
     num_sequences, and the number of tiles of the longest sequence. Without an accumulator a
-    separate kernel computes dq. `counters`: one for each kernel with dynamic scheduling, 16 bytes
-    apart.
+    separate kernel computes dq. `parts`: of a group of heads, each a work item; several add dk and
+    dv to `kv`. `counters`: one for each kernel with dynamic scheduling, 16 bytes apart.
     """
 
     tile_m: int
@@ -103,9 +108,11 @@ class BackwardBuffers(NamedTuple):
     rows: Tensor
     dq: Tensor | None
     counters: Tensor
+    parts: int = 1
+    kv: Tensor | None = None
 
     @staticmethod
-    def of(problem: Problem, x: Tensors) -> "BackwardBuffers":
+    def of(problem: Problem, x: Tensors, divide: bool = False) -> "BackwardBuffers":
         width = hopper_width(max(problem.head_dim, problem.head_dim_v))
         tile_m = hopper_split_config(width).tile
         tiles = -(-problem.seqlen_q // tile_m)
@@ -117,7 +124,15 @@ class BackwardBuffers(NamedTuple):
         dq = None if apart else x.q.new_empty(num_rows * width, dtype=torch.float32)
         lengths = (problem.num_heads, problem.seqlen_q, total_q, problem.batch, tiles)
         counters = x.q.new_empty(4, 4, dtype=torch.int32)
-        return BackwardBuffers(tile_m, width, lengths, rows, dq, counters)
+        parts = divide_group(problem, num_sms(x.q.device)) if divide and not apart else 1
+        num_sums = x.k.numel() + x.v.numel()
+        kv = x.q.new_empty(num_sums, dtype=torch.float32) if parts > 1 else None
+        return BackwardBuffers(tile_m, width, lengths, rows, dq, counters, parts, kv)
+
+    def kv_sums(self, x: Tensors) -> Pair:
+        """dk and dv in fp32, to which the parts of a group add."""
+        assert self.kv is not None
+        return self.kv[: x.k.numel()].view(x.k.shape), self.kv[x.k.numel() :].view(x.v.shape)
 
     @property
     def num_programs(self) -> int:
@@ -181,8 +196,8 @@ def _locate(cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def prepare_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, rows_ptr, dq_ptr, counters_ptr, cu_seqlens_q,
-    num_heads, seqlen_q, total_q, num_sequences, num_tiles,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, rows_ptr, dq_ptr, kv_ptr, counters_ptr,
+    cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles, num_sums,
     HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
     """Fill `rows`, and clear the counters and the accumulator of dq, if there is one. delta =
@@ -194,6 +209,10 @@ def prepare_kernel(
     program = tl.program_id(0)
     if program == 0:
         tl.store(counters_ptr + tl.arange(0, 16), tl.zeros([16], tl.int32))
+    if kv_ptr is not None:
+        for start in range(program * SUMS, num_sums, tl.num_programs(0) * SUMS):
+            at = start + tl.arange(0, SUMS)
+            tl.store(kv_ptr + at, tl.zeros([SUMS], tl.float32), mask=at < num_sums)
     h, first, first_lse, length, tile, padded = _locate(
         cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles, seqlen_q, program,
         TILE_M,
@@ -226,17 +245,24 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def finish_kernel(
-    acc_ptr, dq_ptr, cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles,
-    softmax_scale, rows_per_batch,
+    acc_ptr, dq_ptr, kv_ptr, dk_ptr, dv_ptr, cu_seqlens_q, num_heads, seqlen_q, total_q,
+    num_sequences, num_tiles, softmax_scale, rows_per_batch, num_dk, num_sums,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dq = softmax_scale * accumulator in the dtype of dq, a part of 64 x 64 for each program. ADD:
-    add to dq.
+    add to dq. dk and dv from their sums kv, if there are any.
     """
     PARTS: tl.constexpr = TILE_M * WIDTH // PART
     ACROSS: tl.constexpr = WIDTH // 64
     gdc_wait()
     gdc_launch_dependents()
+    if kv_ptr is not None:
+        for start in range(tl.program_id(0) * SUMS, num_sums, tl.num_programs(0) * SUMS):
+            at = start + tl.arange(0, SUMS)
+            sums = tl.load(kv_ptr + at, mask=at < num_sums, other=0.0)
+            sums = sums.to(dk_ptr.dtype.element_ty)
+            tl.store(dk_ptr + at, sums, mask=at < num_dk)
+            tl.store(dv_ptr + at - num_dk, sums, mask=(at >= num_dk) & (at < num_sums))
     part = tl.program_id(0) % PARTS
     h, first, _, length, tile, padded = _locate(
         cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles,
@@ -270,7 +296,8 @@ def _prepare(
     dout = dout if dout.data_ptr() % 16 == 0 else dout.clone()
     _prepare_kernel[(buffers.num_programs,)](
         out, dout, lse, None if dlse is None else dlse.contiguous(), delta,
-        buffers.rows, buffers.dq, buffers.counters, x.cu_seqlens_q, *buffers.lengths,
+        buffers.rows, buffers.dq, buffers.kv, buffers.counters, x.cu_seqlens_q, *buffers.lengths,
+        0 if buffers.kv is None else buffers.kv.numel(),
         HEAD_DIM_V=out.shape[-1], WIDTH=buffers.width, TILE_M=buffers.tile_m,
         enable_fp_fusion=True, launch_pdl=True,
     )  # fmt: skip
@@ -282,12 +309,15 @@ def _finish(
     buffers: BackwardBuffers,
     cu_seqlens_q: Tensor | None,
     dq: Tensor,
+    kv: Pair | None = None,
     add: bool = False,
 ) -> None:
     parts = buffers.tile_m * buffers.width // PART.value
+    dk, dv = kv if kv is not None and buffers.kv is not None else (None, None)
+    sums = (0, 0) if dk is None else (dk.numel(), buffers.kv.numel())
     _finish_kernel[(buffers.num_programs * parts,)](
-        buffers.dq, dq, cu_seqlens_q, *buffers.lengths,
-        softmax_scale, dq.stride(0) // dq.stride(1),
+        buffers.dq, dq, buffers.kv, dk, dv, cu_seqlens_q, *buffers.lengths,
+        softmax_scale, dq.stride(0) // dq.stride(1), *sums,
         HEAD_DIM=dq.shape[-1], WIDTH=buffers.width, TILE_M=buffers.tile_m, ADD=add,
         enable_fp_fusion=True, launch_pdl=True,
     )  # fmt: skip
@@ -304,7 +334,7 @@ def _launch_backward(
 ) -> None:
     config, width = hopper_backward_config(buffers.width), buffers.width
     tiles_n = -(-problem.seqlen_k // config.tile_n)
-    heads = problem.batch * problem.num_kv_heads
+    heads = problem.batch * problem.num_kv_heads * buffers.parts
     num_tiles = tiles_n * heads
     scale, inner = softmax_scales(problem)
     accumulator = buffers.rows if buffers.dq is None else buffers.dq  # a placeholder, not written
@@ -317,7 +347,8 @@ def _launch_backward(
         vector_descriptor(buffers.rows, (2 * config.tile_m,)),
         vector_descriptor(accumulator.view(-1, 32), (128, 32)),
         grad_descriptor(dk, width), grad_descriptor(dv, width), *arguments.positional,
-        tiles_n, _l2_group(problem, heads, width), num_tiles, problem.batch,
+        tiles_n, _l2_group(problem, heads, width, buffers.parts), num_tiles, problem.batch,
+        buffers.parts,
         scale, inner, problem.softmax_scale,
         WIDTH=width, DQ=buffers.dq is not None, ADD=add,
         **arguments.constants, **_constants(config),
@@ -335,7 +366,7 @@ def _constants(config: HopperBackwardConfig) -> dict:
     }
 
 
-def _l2_group(problem: Problem, heads: int, width: int) -> int:
-    """Heads computed together; q, dout and dq stream."""
-    per_row = problem.group_size * width * (2 * problem.dtype.itemsize + 4)
+def _l2_group(problem: Problem, heads: int, width: int, parts: int) -> int:
+    """Work items computed together; q, dout and dq stream."""
+    per_row = problem.group_size // parts * width * (2 * problem.dtype.itemsize + 4)
     return l2_group_size(heads, problem.seqlen_q * per_row, L2_BACKWARD)

@@ -95,6 +95,7 @@ class Pipeline:
     empty: gl.shared_memory_descriptor
     num_stages: gl.constexpr
     readers: gl.constexpr = 0
+    first_barrier: gl.constexpr = 0
 
     @gluon.jit
     def stage(self, i):
@@ -129,7 +130,7 @@ class Pipeline:
         if self.readers == 0:
             mbarrier.wait(self.empty.index(i % self.num_stages), ((i // self.num_stages) & 1) ^ 1)
         elif i >= self.num_stages:
-            _named_barrier("sync", i % self.num_stages, self.readers)
+            _named_barrier("sync", self.first_barrier + i % self.num_stages, self.readers)
 
     @gluon.jit
     def release(self, i):
@@ -137,7 +138,7 @@ class Pipeline:
         if self.readers == 0:
             mbarrier.arrive(self.empty.index(i % self.num_stages), count=1)
         else:
-            _named_barrier("arrive", i % self.num_stages, self.readers)
+            _named_barrier("arrive", self.first_barrier + i % self.num_stages, self.readers)
 
     @gluon.jit
     def load(self, i, desc, coord):
@@ -184,34 +185,37 @@ def _stage_shape(num_stages, box, parts):
 @gluon.jit
 def make_pipeline(
     desc, num_stages: gl.constexpr, consumers: gl.constexpr, parts: gl.constexpr = 1,
-    named_barriers: gl.constexpr = False,
+    first_barrier: gl.constexpr = 0,
 ):  # fmt: skip
     """A pipeline of the tiles that desc loads, in `parts` parts, released once by each consumer.
     With mbarriers, Triton synchronises all threads of a consumer before one of them arrives. With
-    named barriers each thread arrives on its own.
+    named barriers (from first_barrier on) each thread arrives on its own.
     """
     shape: gl.constexpr = _stage_shape(num_stages, desc.block_shape, parts)
     smem = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     full = _make_barriers(num_stages, 1)
-    if named_barriers:
-        return Pipeline(smem, full, full, num_stages, 128 * consumers)
+    if first_barrier > 0:
+        return Pipeline(smem, full, full, num_stages, 128 * consumers + 32, first_barrier)
     else:
         return Pipeline(smem, full, _make_barriers(num_stages, consumers), num_stages)
 
 
-# An SM has 16 named barriers. Triton uses them from 0 on, one for each partition.
-FIRST_NAMED_BARRIER = gl.constexpr(8)
+# An SM has 16 named barriers. Triton uses them from 0 on, one for each partition. Ours: the stages
+# of pipelines, the two consumers of a StoreQueue, twice the two of a TileExchange.
+PIPELINE_BARRIER = gl.constexpr(5)
+STORE_BARRIER = gl.constexpr(10)
+EXCHANGE_BARRIER = gl.constexpr(12)
 
 
 @gluon.constexpr_function
-def _named_barrier_asm(what, readers):
-    return f"bar.{what} $1, {readers + 32}; mov.b32 $0, 0;"  # + 32: the producer is one warp
+def _named_barrier_asm(what, threads):
+    return f"bar.{what} $1, {threads}; mov.b32 $0, 0;"
 
 
 @gluon.jit
-def _named_barrier(what: gl.constexpr, stage, readers: gl.constexpr):
+def _named_barrier(what: gl.constexpr, barrier, threads: gl.constexpr):
     gl.inline_asm_elementwise(
-        _named_barrier_asm(what, readers), "=r,r", [FIRST_NAMED_BARRIER + stage], dtype=gl.int32,
+        _named_barrier_asm(what, threads), "=r,r", [barrier], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -499,42 +503,93 @@ def make_index_prefetch(width: gl.constexpr, stages: gl.constexpr = PREFETCH_STA
 
 @aggregate
 class TileExchange:
-    """A double-buffered matrix in shared memory: each consumer writes a part and reads the whole.
-    Two buffers suffice: a consumer that writes matrix i has passed the barrier of matrix i - 1, so
-    every consumer has written i - 1, after its last read of i - 2.
+    """A ring of three matrices in shared memory, between two consumers: each writes one half of a
+    matrix and reads the whole one iteration later. A consumer takes matrix i - 1 before it writes
+    matrix i: then the other one has sent i - 1, after its last read of i - 3.
     """
 
     smem: gl.shared_memory_descriptor
-    ready: gl.shared_memory_descriptor
 
     @gluon.jit
     def put(self, i, row: gl.constexpr, col: gl.constexpr, value):
         """Write a part of matrix i."""
-        rows = self.smem.index(i & 1).slice(row, value.shape[0], 0)
+        rows = self.smem.index(i % 3).slice(row, value.shape[0], 0)
         rows.slice(col, value.shape[1], 1).store(value)
 
     @gluon.jit
-    def take(self, i):
-        """After all own parts are written: wait for the other consumers, then return matrix i for
-        wgmma.
-        """
+    def send(self, i, me: gl.constexpr):
+        """After the own half of matrix i is written: let the other consumer read it."""
         fence_async_shared()
-        mbarrier.arrive(self.ready, count=1)
-        mbarrier.wait(self.ready, i & 1)
-        return self.smem.index(i & 1)
+        _named_barrier("arrive", EXCHANGE_BARRIER + 2 * me + i % 2, 256)
 
     @gluon.jit
-    def close(self):
-        mbarrier.invalidate(self.ready)
+    def take(self, i, me: gl.constexpr, wanted=True):
+        """If wanted: wait until the other consumer has sent matrix i, exactly once for each i."""
+        other: gl.constexpr = 1 - me
+        if wanted:
+            _named_barrier("sync", EXCHANGE_BARRIER + 2 * other + i % 2, 256)
+
+    @gluon.jit
+    def matrix(self, i):
+        """Matrix i, which has been taken, for wgmma."""
+        return self.smem.index(i % 3)
 
 
 @gluon.jit
-def make_tile_exchange(
-    dtype: gl.constexpr, rows: gl.constexpr, cols: gl.constexpr, consumers: gl.constexpr
-):
+def make_tile_exchange(dtype: gl.constexpr, rows: gl.constexpr, cols: gl.constexpr):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, cols], dtype)
-    smem = gl.allocate_shared_memory(dtype, [2, rows, cols], layout)
-    return TileExchange(smem, _make_barriers(1, consumers).index(0))
+    return TileExchange(gl.allocate_shared_memory(dtype, [3, rows, cols], layout))
+
+
+@aggregate
+class StoreQueue:
+    """Shared memory of each consumer, from which a storing warp adds tiles to global memory: the
+    consumers never wait for a store.
+    """
+
+    smem: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    consumers: gl.constexpr
+
+    @gluon.jit
+    def wait_empty(self, i, me: gl.constexpr):
+        """Consumer: wait until the first i tiles have left."""
+        mbarrier.wait(self.empty.index(me), (i & 1) ^ 1)
+
+    @gluon.jit
+    def put(self, i, me: gl.constexpr, value, wanted=True):
+        """Consumer: write tile i, if wanted."""
+        if wanted:
+            self.wait_empty(i, me)
+            self.smem.index(me).store(value)
+
+    @gluon.jit
+    def send(self, me: gl.constexpr, wanted=True):
+        """Consumer: hand over the tile that was written, if wanted. The fence waits for the writes:
+        call it when they have had time.
+        """
+        if wanted:
+            fence_async_shared()
+            _named_barrier("arrive", STORE_BARRIER + me, 160)
+
+    @gluon.jit
+    def add(self, desc, coord, consumer: gl.constexpr):
+        """Storing warp: add the next tile of a consumer to global memory."""
+        _named_barrier("sync", STORE_BARRIER + consumer, 160)
+        _reduce_add(desc, coord, self.smem.index(consumer))
+        store_wait(0)
+        mbarrier.arrive(self.empty.index(consumer), count=1)
+
+    @gluon.jit
+    def close(self):
+        _invalidate(self.empty, self.consumers)
+
+
+@gluon.jit
+def make_store_queue(desc, consumers: gl.constexpr):
+    shape: gl.constexpr = [consumers] + desc.block_shape
+    smem = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    return StoreQueue(smem, _make_barriers(consumers, 1), consumers)
 
 
 @aggregate
@@ -586,10 +641,10 @@ class WorkQueue:
         mbarrier.arrive(self.pipeline.full.index(i % 2), count=1)
 
     @gluon.jit
-    def pop(self, i):
+    def pop(self, i, WARPS: gl.constexpr = 4):
         """Consumer: item i."""
         self.pipeline.wait_full(i)
-        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         values = ()
         for w in gl.static_range(self.FIELDS):
             cell = self.pipeline.smem.index(i % 2 * self.FIELDS + w)

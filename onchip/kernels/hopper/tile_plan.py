@@ -12,6 +12,7 @@ from onchip.kernels.tiles import (
     HOPPER_FORWARD_SHORT,
     HopperConfig,
     describe_hopper_row,
+    hopper_backward_config,
     hopper_forward_of,
     hopper_width,
 )
@@ -61,6 +62,46 @@ def describe_tiles(problem: Problem, processors: int) -> str:
         f" {config.num_stages} stages; registers: {config.consumer_regs} of a consumer,"
         f" {config.producer_regs} of the producer; {describe_hopper_row(problem)}"
     )
+
+
+# What a work item of the backward costs beside its steps (a tile of queries against a tile of
+# keys), in steps: keys and values are loaded, dk and dv are stored; sums of parts are added in fp32,
+# cleared and rounded.
+STEPS_OF_ITEM, STEPS_OF_SUMS = 4, 2
+
+
+def divide_group(problem: Problem, processors: int) -> int:
+    """Into how many parts the backward divides a group of query heads, each a work item, so that
+    few key/value heads occupy all processors.
+    """
+    if problem.group_size == 1:
+        return 1
+    config = hopper_backward_config(max(problem.head_dim, problem.head_dim_v))
+    left, right = problem.window
+    even = left is None and right is None and not problem.packed and not problem.has_mask
+    tiles_m = -(-problem.seqlen_q // config.tile_m)
+    if left is not None and right is not None:  # at most so many query tiles see a tile of keys
+        tiles_m = min(tiles_m, (left + right + config.tile_n) // config.tile_m + 1)
+    tiles_n = -(-problem.seqlen_k // config.tile_n) * problem.batch * problem.num_kv_heads
+    return _divide(problem.group_size, tiles_m, tiles_n, even, processors)
+
+
+@lru_cache(maxsize=1024)
+def _divide(group: int, steps: int, items: int, even: bool, processors: int) -> int:
+    """The divisor of `group` with the shortest time. `items` of group * steps steps each, if even:
+    all programs compute equally many. Otherwise `steps` is the most of an item, half of it the
+    mean; items are drawn one by one, and the last ones end half of a longest item apart.
+    """
+
+    def time(parts: int) -> float:
+        longest = group // parts * steps
+        beside = STEPS_OF_ITEM + (STEPS_OF_SUMS if parts > 1 else 0)
+        if even:
+            return -(-items * parts // processors) * (longest + beside)
+        mean = longest / 2 + beside
+        return max(longest, items * parts * mean / processors + longest / 2)
+
+    return min((d for d in range(1, group + 1) if group % d == 0), key=time)
 
 
 def _heads_per_tile(problem: Problem, config: HopperConfig, is_cut: bool) -> int:

@@ -108,22 +108,22 @@ def push_index(queue, num_pushed, work_index, DYNAMIC: gl.constexpr):
 
 
 @gluon.jit
-def pop_first_index(queue, num_popped, DYNAMIC: gl.constexpr):
+def pop_first_index(queue, num_popped, DYNAMIC: gl.constexpr, WARPS: gl.constexpr = 4):
     """Backward's consumer: the first work index."""
     work_index = gl.program_id(0)
     if DYNAMIC:
-        (work_index,) = queue.pop(num_popped)
+        (work_index,) = queue.pop(num_popped, WARPS)
     return work_index
 
 
 @gluon.jit
-def pop_next_index(queue, num_popped, work_index, DYNAMIC: gl.constexpr):
+def pop_next_index(queue, num_popped, work_index, DYNAMIC: gl.constexpr, WARPS: gl.constexpr = 4):
     """Backward's consumer: the next work index. The caller counts popped items only if DYNAMIC:
     Triton 3.6 would carry an unused count through the loop, and compile another order of
     instructions.
     """
     if DYNAMIC:
-        (work_index,) = queue.pop(num_popped)
+        (work_index,) = queue.pop(num_popped, WARPS)
     else:
         work_index += gl.num_programs(0)
     return work_index
