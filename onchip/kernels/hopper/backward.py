@@ -125,7 +125,8 @@ class BackwardConfig:
 @aggregate
 class BackwardParams:
     """The call. `mirror`: the call with queries and keys exchanged, which gives the queries that
-    see a key. The heads of a group are divided into `parts`, which are work items of their own.
+    see a key. The heads of a group are divided into `parts`, which are work items of their own,
+    with their own shares of dk and dv.
     """
 
     seqlen: SeqlenInfo
@@ -542,7 +543,7 @@ def consume(out, pipes, params, C: gl.constexpr):
                         dk, dv, i = fold_head(out, pipes, params, work_tile, dk, dv, i, C)
                 pipes.k.release(t)
                 t += 1
-            at = seqlen.coord(batch, first_head // seqlen.group_size, k0, seqlen_k, col)
+            at = seqlen.coord(batch, first_head // params.heads(), k0, seqlen_k, col)
             if cfg.DQ:
                 out.dq.wait_empty(i, C)
             store_keys(out.dv, at, out.dq.smem.index(C), dv, cfg.ADD)

@@ -48,11 +48,11 @@ from onchip.kernels.tiles import (
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PART = tl.constexpr(64 * 64)  # of dq, one consumer's part of a tile
-SUMS = tl.constexpr(1024)  # of dk and dv in fp32, that a program clears or rounds at a time
+SUMS = tl.constexpr(1024)  # elements of dk or dv that a program adds at a time
 Pair = tuple[Tensor, Tensor]
 _LENGTHS = (
-    "num_heads", "seqlen_q", "total_q", "num_sequences", "num_tiles", "rows_per_batch", "num_sums",
-    "num_dk",
+    "num_heads", "seqlen_q", "total_q", "num_sequences", "num_tiles", "rows_per_batch", "num_dk",
+    "num_dv", "parts",
 )  # fmt: skip
 
 
@@ -69,8 +69,7 @@ def backward(
         dv = compute_dv(problem, x, dout, buffers.rows, buffers.counters[1])
     else:
         dk, dv = _empty(problem, x.k), _empty(problem, x.v)
-        sums = (dk, dv) if buffers.kv is None else buffers.kv_sums(x)
-        _launch_backward(problem, buffers, x, dout, *sums, add=buffers.kv is not None)
+        _launch_backward(problem, buffers, x, dout, *(buffers.kv or (dk, dv)))
     if buffers.dq is None:
         dq = compute_dq(problem, x, dout, buffers.rows, buffers.counters[2])
     else:
@@ -98,8 +97,9 @@ def _without_scores(
 class BackwardBuffers(NamedTuple):
     """Tile shape, lengths and buffers of one call. `lengths`: num_heads, seqlen_q, total_q,
     num_sequences, and the number of tiles of the longest sequence. Without an accumulator a
-    separate kernel computes dq. `parts`: of a group of heads, each a work item; several add dk and
-    dv to `kv`. `counters`: one for each kernel with dynamic scheduling, 16 bytes apart.
+    separate kernel computes dq. `parts`: of a group of heads, each a work item; the shares of
+    several in dk and dv are in `kv`, in fp32. `counters`: one for each kernel with dynamic
+    scheduling, 16 bytes apart.
     """
 
     tile_m: int
@@ -109,7 +109,7 @@ class BackwardBuffers(NamedTuple):
     dq: Tensor | None
     counters: Tensor
     parts: int = 1
-    kv: Tensor | None = None
+    kv: Pair | None = None
 
     @staticmethod
     def of(problem: Problem, x: Tensors, divide: bool = False) -> "BackwardBuffers":
@@ -125,20 +125,20 @@ class BackwardBuffers(NamedTuple):
         lengths = (problem.num_heads, problem.seqlen_q, total_q, problem.batch, tiles)
         counters = x.q.new_empty(4, 4, dtype=torch.int32)
         parts = divide_group(problem, num_sms(x.q.device)) if divide and not apart else 1
-        num_sums = x.k.numel() + x.v.numel()
-        kv = x.q.new_empty(num_sums, dtype=torch.float32) if parts > 1 else None
+        kv = (_shares(x.k, parts), _shares(x.v, parts)) if parts > 1 else None
         return BackwardBuffers(tile_m, width, lengths, rows, dq, counters, parts, kv)
-
-    def kv_sums(self, x: Tensors) -> Pair:
-        """dk and dv in fp32, to which the parts of a group add."""
-        assert self.kv is not None
-        return self.kv[: x.k.numel()].view(x.k.shape), self.kv[x.k.numel() :].view(x.v.shape)
 
     @property
     def num_programs(self) -> int:
         """Query tiles of all heads and sequences."""
         num_heads, _, _, num_sequences, tiles = self.lengths
         return num_heads * num_sequences * tiles
+
+
+def _shares(t: Tensor, parts: int) -> Tensor:
+    """Of dk or dv, for each part of each group of heads."""
+    *rows, heads, dim = t.shape
+    return t.new_empty(*rows, heads * parts, dim, dtype=torch.float32)
 
 
 class GradAccumulation(NamedTuple):
@@ -196,8 +196,8 @@ def _locate(cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def prepare_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, rows_ptr, dq_ptr, kv_ptr, counters_ptr,
-    cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles, num_sums,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, rows_ptr, dq_ptr, counters_ptr, cu_seqlens_q,
+    num_heads, seqlen_q, total_q, num_sequences, num_tiles,
     HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
     """Fill `rows`, and clear the counters and the accumulator of dq, if there is one. delta =
@@ -209,10 +209,6 @@ def prepare_kernel(
     program = tl.program_id(0)
     if program == 0:
         tl.store(counters_ptr + tl.arange(0, 16), tl.zeros([16], tl.int32))
-    if kv_ptr is not None:
-        for start in range(program * SUMS, num_sums, tl.num_programs(0) * SUMS):
-            at = start + tl.arange(0, SUMS)
-            tl.store(kv_ptr + at, tl.zeros([SUMS], tl.float32), mask=at < num_sums)
     h, first, first_lse, length, tile, padded = _locate(
         cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles, seqlen_q, program,
         TILE_M,
@@ -243,26 +239,35 @@ def prepare_kernel(
         tl.store(pointers, tl.zeros([TILE_M * WIDTH], tl.float32))
 
 
+@triton.jit
+def _add_shares(shares_ptr, out_ptr, count, parts, DIM: tl.constexpr):
+    """The sum over the parts of a group, in their order: the same bits every time."""
+    for start in range(tl.program_id(0) * SUMS, count, tl.num_programs(0) * SUMS):
+        at = start.to(tl.int64) + tl.arange(0, SUMS)
+        first = shares_ptr + at // DIM * (parts * DIM) + at % DIM
+        total = tl.load(first, mask=at < count, other=0.0)
+        for part in range(1, parts):
+            total += tl.load(first + part * DIM, mask=at < count, other=0.0)
+        tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < count)
+
+
 @triton.jit(do_not_specialize=_LENGTHS)
 def finish_kernel(
-    acc_ptr, dq_ptr, kv_ptr, dk_ptr, dv_ptr, cu_seqlens_q, num_heads, seqlen_q, total_q,
-    num_sequences, num_tiles, softmax_scale, rows_per_batch, num_dk, num_sums,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr, ADD: tl.constexpr,
+    acc_ptr, dq_ptr, dk_shares_ptr, dk_ptr, dv_shares_ptr, dv_ptr, cu_seqlens_q, num_heads,
+    seqlen_q, total_q, num_sequences, num_tiles, softmax_scale, rows_per_batch, num_dk, num_dv,
+    parts, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr,
+    TILE_M: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dq = softmax_scale * accumulator in the dtype of dq, a part of 64 x 64 for each program. ADD:
-    add to dq. dk and dv from their sums kv, if there are any.
+    add to dq. If groups of heads are divided, also dk and dv from the shares of the parts.
     """
     PARTS: tl.constexpr = TILE_M * WIDTH // PART
     ACROSS: tl.constexpr = WIDTH // 64
     gdc_wait()
     gdc_launch_dependents()
-    if kv_ptr is not None:
-        for start in range(tl.program_id(0) * SUMS, num_sums, tl.num_programs(0) * SUMS):
-            at = start + tl.arange(0, SUMS)
-            sums = tl.load(kv_ptr + at, mask=at < num_sums, other=0.0)
-            sums = sums.to(dk_ptr.dtype.element_ty)
-            tl.store(dk_ptr + at, sums, mask=at < num_dk)
-            tl.store(dv_ptr + at - num_dk, sums, mask=(at >= num_dk) & (at < num_sums))
+    if dk_shares_ptr is not None:
+        _add_shares(dk_shares_ptr, dk_ptr, num_dk, parts, HEAD_DIM)
+        _add_shares(dv_shares_ptr, dv_ptr, num_dv, parts, HEAD_DIM_V)
     part = tl.program_id(0) % PARTS
     h, first, _, length, tile, padded = _locate(
         cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles,
@@ -296,8 +301,7 @@ def _prepare(
     dout = dout if dout.data_ptr() % 16 == 0 else dout.clone()
     _prepare_kernel[(buffers.num_programs,)](
         out, dout, lse, None if dlse is None else dlse.contiguous(), delta,
-        buffers.rows, buffers.dq, buffers.kv, buffers.counters, x.cu_seqlens_q, *buffers.lengths,
-        0 if buffers.kv is None else buffers.kv.numel(),
+        buffers.rows, buffers.dq, buffers.counters, x.cu_seqlens_q, *buffers.lengths,
         HEAD_DIM_V=out.shape[-1], WIDTH=buffers.width, TILE_M=buffers.tile_m,
         enable_fp_fusion=True, launch_pdl=True,
     )  # fmt: skip
@@ -312,14 +316,14 @@ def _finish(
     kv: Pair | None = None,
     add: bool = False,
 ) -> None:
-    parts = buffers.tile_m * buffers.width // PART.value
-    dk, dv = kv if kv is not None and buffers.kv is not None else (None, None)
-    sums = (0, 0) if dk is None else (dk.numel(), buffers.kv.numel())
-    _finish_kernel[(buffers.num_programs * parts,)](
-        buffers.dq, dq, buffers.kv, dk, dv, cu_seqlens_q, *buffers.lengths,
-        softmax_scale, dq.stride(0) // dq.stride(1), *sums,
-        HEAD_DIM=dq.shape[-1], WIDTH=buffers.width, TILE_M=buffers.tile_m, ADD=add,
-        enable_fp_fusion=True, launch_pdl=True,
+    programs = buffers.num_programs * (buffers.tile_m * buffers.width // PART.value)
+    dk, dv = kv or (dq, dq)  # placeholders, not written
+    dk_shares, dv_shares = buffers.kv or (None, None)
+    _finish_kernel[(programs,)](
+        buffers.dq, dq, dk_shares, dk, dv_shares, dv, cu_seqlens_q, *buffers.lengths,
+        softmax_scale, dq.stride(0) // dq.stride(1), dk.numel(), dv.numel(), buffers.parts,
+        HEAD_DIM=dq.shape[-1], HEAD_DIM_V=dv.shape[-1], WIDTH=buffers.width, TILE_M=buffers.tile_m,
+        ADD=add, enable_fp_fusion=True, launch_pdl=True,
     )  # fmt: skip
 
 
