@@ -61,7 +61,8 @@ def backward(
 ) -> Grads:
     if not (x.q.numel() and x.k.numel()):
         return _without_scores(problem, x, out, lse, dout, dlse)
-    buffers = BackwardBuffers.of(problem, x, divide=True)
+    # Rounds of a ring add dk and dv to sums in place, or return them: the same bits both ways.
+    buffers = BackwardBuffers.of(problem, x, divide=not problem.wide_grads)
     delta = None if x.sinks is None else torch.empty_like(lse)
     dout = _prepare(problem, buffers, x, (out, lse, dout, dlse), delta)
     if buffers.width == 256:
