@@ -193,6 +193,7 @@ def huge(*shape: int) -> Tensor:
     return x
 
 
+@pytest.mark.alone
 @each_kernel
 def test_a_sequence_past_two_billion_elements(kernel):
     """The first and the last rows of q, k, v, out and their gradients equal a short call's."""
@@ -209,6 +210,7 @@ def test_a_sequence_past_two_billion_elements(kernel):
             assert difference(far, near) < 0.01, (name, part)
 
 
+@pytest.mark.alone
 @each_kernel
 def test_a_batch_past_two_billion_elements(kernel):
     q, k, v, dout = (huge(1030, 1024) for _ in range(4))
@@ -219,6 +221,7 @@ def test_a_batch_past_two_billion_elements(kernel):
             assert difference(ours[name][b : b + 1], own[name]) < 0.01, (name, b)
 
 
+@pytest.mark.alone
 @each_kernel
 def test_packed_sequences_past_two_billion_elements(kernel):
     q, k, v = (huge(PAST) for _ in range(3))

@@ -49,10 +49,11 @@ from onchip.kernels.tiles import (
 LOG2E = tl.constexpr(1.4426950408889634)
 PART = tl.constexpr(64 * 64)  # of dq, one consumer's part of a tile
 SUMS = tl.constexpr(1024)  # elements of dk or dv that a program adds at a time
+_ADDING_PROGRAMS = 8  # of add_shares_kernel on each processor
 Pair = tuple[Tensor, Tensor]
 _LENGTHS = (
     "num_heads", "seqlen_q", "total_q", "num_sequences", "num_tiles", "rows_per_batch", "num_dk",
-    "num_dv", "parts",
+    "num_dv", "dk_per_batch", "dv_per_batch", "dk_stride", "dv_stride", "parts",
 )  # fmt: skip
 
 
@@ -61,21 +62,21 @@ def backward(
 ) -> Grads:
     if not (x.q.numel() and x.k.numel()):
         return _without_scores(problem, x, out, lse, dout, dlse)
-    # Rounds of a ring add dk and dv to sums in place, or return them: the same bits both ways.
-    buffers = BackwardBuffers.of(problem, x, divide=not problem.wide_grads)
+    buffers = BackwardBuffers.of(problem, x)
     delta = None if x.sinks is None else torch.empty_like(lse)
     dout = _prepare(problem, buffers, x, (out, lse, dout, dlse), delta)
+    shares = UNDIVIDED if buffers.dq is None else Shares.of(problem, x)
     if buffers.width == 256:
         dk = compute_dk(problem, x, dout, buffers.rows, buffers.counters[0])
         dv = compute_dv(problem, x, dout, buffers.rows, buffers.counters[1])
     else:
         dk, dv = _empty(problem, x.k), _empty(problem, x.v)
-        _launch_backward(problem, buffers, x, dout, *(buffers.kv or (dk, dv)))
+        _launch_backward(problem, buffers, x, dout, shares.pair or (dk, dv), shares.parts)
     if buffers.dq is None:
         dq = compute_dq(problem, x, dout, buffers.rows, buffers.counters[2])
     else:
         dq = _empty(problem, x.q)
-        _finish(problem.softmax_scale, buffers, x.cu_seqlens_q, dq, (dk, dv))
+        _finish(problem.softmax_scale, buffers, x.cu_seqlens_q, dq, (dk, dv), shares)
     dsinks = None if delta is None else sink_gradient(x.sinks, lse, delta)
     return Grads(dq, dk, dv, dsinks=dsinks)
 
@@ -98,9 +99,8 @@ def _without_scores(
 class BackwardBuffers(NamedTuple):
     """Tile shape, lengths and buffers of one call. `lengths`: num_heads, seqlen_q, total_q,
     num_sequences, and the number of tiles of the longest sequence. Without an accumulator a
-    separate kernel computes dq. `parts`: of a group of heads, each a work item; the shares of
-    several in dk and dv are in `kv`, in fp32. `counters`: one for each kernel with dynamic
-    scheduling, 16 bytes apart.
+    separate kernel computes dq. `counters`: one for each kernel with dynamic scheduling, 16 bytes
+    apart.
     """
 
     tile_m: int
@@ -109,11 +109,9 @@ class BackwardBuffers(NamedTuple):
     rows: Tensor
     dq: Tensor | None
     counters: Tensor
-    parts: int = 1
-    kv: Pair | None = None
 
     @staticmethod
-    def of(problem: Problem, x: Tensors, divide: bool = False) -> "BackwardBuffers":
+    def of(problem: Problem, x: Tensors) -> "BackwardBuffers":
         width = hopper_width(max(problem.head_dim, problem.head_dim_v))
         tile_m = hopper_split_config(width).tile
         tiles = -(-problem.seqlen_q // tile_m)
@@ -125,9 +123,7 @@ class BackwardBuffers(NamedTuple):
         dq = None if apart else x.q.new_empty(num_rows * width, dtype=torch.float32)
         lengths = (problem.num_heads, problem.seqlen_q, total_q, problem.batch, tiles)
         counters = x.q.new_empty(4, 4, dtype=torch.int32)
-        parts = divide_group(problem, num_sms(x.q.device)) if divide and not apart else 1
-        kv = (_shares(x.k, parts), _shares(x.v, parts)) if parts > 1 else None
-        return BackwardBuffers(tile_m, width, lengths, rows, dq, counters, parts, kv)
+        return BackwardBuffers(tile_m, width, lengths, rows, dq, counters)
 
     @property
     def num_programs(self) -> int:
@@ -136,10 +132,25 @@ class BackwardBuffers(NamedTuple):
         return num_heads * num_sequences * tiles
 
 
-def _shares(t: Tensor, parts: int) -> Tensor:
-    """Of dk or dv, for each part of each group of heads."""
-    *rows, heads, dim = t.shape
-    return t.new_empty(*rows, heads * parts, dim, dtype=torch.float32)
+class Shares(NamedTuple):
+    """How many parts a group of heads is divided into, each a work item, and the fp32 shares of
+    several parts in dk and dv.
+    """
+
+    parts: int
+    pair: Pair | None
+
+    @staticmethod
+    def of(problem: Problem, x: Tensors) -> "Shares":
+        parts = divide_group(problem, num_sms(x.q.device))
+        if parts == 1:
+            return UNDIVIDED
+        shapes = ((*t.shape[:-2], t.shape[-2] * parts, t.shape[-1]) for t in (x.k, x.v))
+        dk, dv = (x.k.new_empty(shape, dtype=torch.float32) for shape in shapes)
+        return Shares(parts, (dk, dv))
+
+
+UNDIVIDED = Shares(1, None)
 
 
 class GradAccumulation(NamedTuple):
@@ -164,11 +175,17 @@ class GradAccumulation(NamedTuple):
         """Add the contribution of the keys of x. sums: dk and dv to add to, fp32 slices of longer
         tensors. Without them, dk and dv are returned.
         """
-        dk, dv = grads = sums or (_empty(problem, x.k), _empty(problem, x.v))
+        add = sums is not None
+        grads = sums or (_empty(problem, x.k), _empty(problem, x.v))
         with on_device(x.q):
             buffers = self.buffers._replace(counters=counter(x.q.device))
-            _launch_backward(problem, buffers, x, self.dout, dk, dv, add=sums is not None)
-        return None if sums is not None else grads
+            shares = Shares.of(problem, x)
+            if shares.pair is None:
+                _launch_backward(problem, buffers, x, self.dout, grads, add=add)
+            else:
+                _launch_backward(problem, buffers, x, self.dout, shares.pair, shares.parts)
+                _add_shares(shares, grads, add)
+        return None if add else grads
 
     def finish(self, dq: Tensor) -> None:
         """Add dq to its sum, a dense fp32 slice of a longer tensor."""
@@ -241,15 +258,37 @@ def prepare_kernel(
 
 
 @triton.jit
-def _add_shares(shares_ptr, out_ptr, count, parts, DIM: tl.constexpr):
-    """The sum over the parts of a group, in their order: the same bits every time."""
-    for start in range(tl.program_id(0) * SUMS, count, tl.num_programs(0) * SUMS):
-        at = start.to(tl.int64) + tl.arange(0, SUMS)
+def _sum_shares(shares_ptr, out_ptr, count, per_batch, stride, parts, DIM: tl.constexpr,
+                ADD: tl.constexpr):  # fmt: skip
+    """The sum over the parts of a group, in their order: the same bits every time. `count`
+    elements of out, dense, or `per_batch` of them, and `stride` from one batch entry to the next.
+    """
+    first_sum, step = tl.program_id(0).to(tl.int64) * SUMS, tl.num_programs(0).to(tl.int64) * SUMS
+    for start in range(first_sum, count, step):
+        at = start + tl.arange(0, SUMS)
         first = shares_ptr + at // DIM * (parts * DIM) + at % DIM
         total = tl.load(first, mask=at < count, other=0.0)
         for part in range(1, parts):
             total += tl.load(first + part * DIM, mask=at < count, other=0.0)
-        tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < count)
+        pointers = out_ptr + at
+        if per_batch is not None:
+            pointers = out_ptr + at // per_batch * stride + at % per_batch
+        if ADD:
+            total += tl.load(pointers, mask=at < count, other=0.0)
+        tl.store(pointers, total.to(out_ptr.dtype.element_ty), mask=at < count)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def add_shares_kernel(
+    dk_shares_ptr, dk_ptr, dv_shares_ptr, dv_ptr, num_dk, num_dv, dk_per_batch, dv_per_batch,
+    dk_stride, dv_stride, parts, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    ADD: tl.constexpr,
+):  # fmt: skip
+    """dk and dv from the shares of the parts of groups. ADD: add to dk and dv."""
+    gdc_wait()
+    gdc_launch_dependents()
+    _sum_shares(dk_shares_ptr, dk_ptr, num_dk, dk_per_batch, dk_stride, parts, HEAD_DIM, ADD)
+    _sum_shares(dv_shares_ptr, dv_ptr, num_dv, dv_per_batch, dv_stride, parts, HEAD_DIM_V, ADD)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -267,8 +306,8 @@ def finish_kernel(
     gdc_wait()
     gdc_launch_dependents()
     if dk_shares_ptr is not None:
-        _add_shares(dk_shares_ptr, dk_ptr, num_dk, parts, HEAD_DIM)
-        _add_shares(dv_shares_ptr, dv_ptr, num_dv, parts, HEAD_DIM_V)
+        _sum_shares(dk_shares_ptr, dk_ptr, num_dk, None, None, parts, HEAD_DIM, False)
+        _sum_shares(dv_shares_ptr, dv_ptr, num_dv, None, None, parts, HEAD_DIM_V, False)
     part = tl.program_id(0) % PARTS
     h, first, _, length, tile, padded = _locate(
         cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles,
@@ -291,6 +330,7 @@ def finish_kernel(
 
 _prepare_kernel = CachedLauncher(prepare_kernel)
 _backward_kernel = CachedLauncher(backward_kernel)
+_add_shares_kernel = CachedLauncher(add_shares_kernel)
 _finish_kernel = CachedLauncher(finish_kernel)
 
 
@@ -314,17 +354,30 @@ def _finish(
     buffers: BackwardBuffers,
     cu_seqlens_q: Tensor | None,
     dq: Tensor,
-    kv: Pair | None = None,
+    keys: Pair | None = None,
+    shares: Shares = UNDIVIDED,
     add: bool = False,
 ) -> None:
     programs = buffers.num_programs * (buffers.tile_m * buffers.width // PART.value)
-    dk, dv = kv or (dq, dq)  # placeholders, not written
-    dk_shares, dv_shares = buffers.kv or (None, None)
+    dk, dv = keys or (dq, dq)  # placeholders, not written
+    dk_shares, dv_shares = shares.pair or (None, None)
     _finish_kernel[(programs,)](
         buffers.dq, dq, dk_shares, dk, dv_shares, dv, cu_seqlens_q, *buffers.lengths,
-        softmax_scale, dq.stride(0) // dq.stride(1), dk.numel(), dv.numel(), buffers.parts,
+        softmax_scale, dq.stride(0) // dq.stride(1), dk.numel(), dv.numel(), shares.parts,
         HEAD_DIM=dq.shape[-1], HEAD_DIM_V=dv.shape[-1], WIDTH=buffers.width, TILE_M=buffers.tile_m,
         ADD=add, enable_fp_fusion=True, launch_pdl=True,
+    )  # fmt: skip
+
+
+def _add_shares(shares: Shares, grads: Pair, add: bool) -> None:
+    """grads: dense but for the step from one batch entry to the next."""
+    dk, dv = grads
+    programs = -(-max(dk.numel(), dv.numel()) // SUMS.value)
+    _add_shares_kernel[(min(programs, _ADDING_PROGRAMS * num_sms(dk.device)),)](
+        shares.pair[0], dk, shares.pair[1], dv, dk.numel(), dv.numel(),
+        dk[0].numel(), dv[0].numel(), dk.stride(0), dv.stride(0), shares.parts,
+        HEAD_DIM=dk.shape[-1], HEAD_DIM_V=dv.shape[-1], ADD=add,
+        enable_fp_fusion=True, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -333,13 +386,13 @@ def _launch_backward(
     buffers: BackwardBuffers,
     x: Tensors,
     dout: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    grads: Pair,
+    parts: int = 1,
     add: bool = False,
 ) -> None:
     config, width = hopper_backward_config(buffers.width), buffers.width
     tiles_n = -(-problem.seqlen_k // config.tile_n)
-    heads = problem.batch * problem.num_kv_heads * buffers.parts
+    heads = problem.batch * problem.num_kv_heads * parts
     num_tiles = tiles_n * heads
     scale, inner = softmax_scales(problem)
     accumulator = buffers.rows if buffers.dq is None else buffers.dq  # a placeholder, not written
@@ -351,9 +404,8 @@ def _launch_backward(
         descriptor(x.v, config.tile_n, width), descriptor(dout, config.tile_m, width),
         vector_descriptor(buffers.rows, (2 * config.tile_m,)),
         vector_descriptor(accumulator.view(-1, 32), (128, 32)),
-        grad_descriptor(dk, width), grad_descriptor(dv, width), *arguments.positional,
-        tiles_n, _l2_group(problem, heads, width, buffers.parts), num_tiles, problem.batch,
-        buffers.parts,
+        *(grad_descriptor(t, width) for t in grads), *arguments.positional,
+        tiles_n, _l2_group(problem, heads, width, parts), num_tiles, problem.batch, parts,
         scale, inner, problem.softmax_scale,
         WIDTH=width, DQ=buffers.dq is not None, ADD=add,
         **arguments.constants, **_constants(config),
