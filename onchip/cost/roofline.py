@@ -5,8 +5,8 @@ cores, exponentials over the rate of their unit; the longest of them is the boun
 kernel reaches follows from its pipeline. Consumers (warpgroups of 64 rows) use the units of a
 processor in turn, one tile after another: tensor cores, exp unit and lanes, shared memory. That is
 a closed queueing network; mean value analysis gives its throughput (Reiser and Lavenberg, 1980)
-from the time that a tile needs on each unit. With one consumer, or if consumers synchronise in
-every tile, nothing overlaps; with many the slowest unit is never idle.
+from the time that a tile needs on each unit. With one consumer nothing overlaps; with many the
+slowest unit is never idle. Steps that need the tiles of all consumers are done in turns.
 
 No factor was fitted. But the choice of units, steps and synchronisations was made with measurements
 of an H200 in view: docs/benchmarks.md says which predictions held, also for cases that were not
@@ -63,7 +63,8 @@ class TileStep(NamedTuple):
 class PipelineModel(NamedTuple):
     """The pipeline of a kernel's program: its tiles of own rows, one after another, each `counts`
     steps long. masked: extra clocks of a masked step. exposed: clocks of moving own rows that no
-    other tile hides. lockstep: consumers synchronise in every step.
+    other tile hides. in_turns: the part of a step that needs the tiles of all consumers, which do
+    it one after another, one step later than the rest.
     """
 
     step: TileStep
@@ -72,28 +73,30 @@ class PipelineModel(NamedTuple):
     planes: int
     masked: float = 0.0
     exposed: float = 0.0
-    lockstep: bool = False
+    in_turns: TileStep = TileStep(0.0, 0.0, 0.0)
 
     def clocks(self, processors: int) -> float:
         """Clocks from the first program's start to the last one's end. A tile takes one step more
         than its count: its first scores and its last product overlap with nothing of the same tile.
+        What is done one step later takes another one, in which nothing overlaps.
         """
         if not self.counts.numel():
             return 0.0
         tiles = (self.counts + 1) * self._step() + self.masked * self.consumers + self.exposed
+        if any(self.in_turns):
+            tiles += self.consumers * (sum(self.step) + sum(self.in_turns))
         longest = float(tiles.max())
         if float(tiles.min()) == longest:
             return math.ceil(len(tiles) * self.planes / processors) * longest
         return max(longest, float(tiles.sum()) * self.planes / processors + longest / 2)
 
     def _step(self) -> float:
-        if self.lockstep:
-            return self.consumers * self.step.response(1)
-        return self.step.response(self.consumers)
+        return self.step.response(self.consumers) + self.consumers * sum(self.in_turns)
 
     def busy(self, unit: str, processors: int) -> float:
         """Clocks that a unit works, without waiting."""
-        need = {TENSOR: self.step.tensor, EXP: self.step.softmax, SHARED: self.step.shared}[unit]
+        step = TileStep(*map(sum, zip(self.step, self.in_turns, strict=True)))
+        need = {TENSOR: step.tensor, EXP: step.softmax, SHARED: step.shared}[unit]
         return float(self.counts.sum()) * self.planes * self.consumers * need / processors
 
 
@@ -251,39 +254,40 @@ def _backward(problem: Problem, hardware: Hardware, density: float) -> list[Phas
 def _gradients(
     problem: Problem, width: int, hardware: Hardware, density: float, with_dq: bool
 ) -> Phase:
-    """dk and dv. If dq is computed too, consumers exchange ds in every step, and so run in
-    lockstep.
-    """
+    """dk and dv. If dq is computed too, consumers exchange ds in every step."""
     config = hopper_backward_config(width)
     moved = 2 * config.tile_n * width * problem.dtype.itemsize  # one k and one v fit, no next one
     planes = problem.batch * problem.num_kv_heads
     pipeline = PipelineModel(
-        backward_step(width, hardware, problem.dtype, with_dq),
+        backward_step(width, hardware, problem.dtype),
         2,
         density * problem.group_size * steps(problem, config.tile_n, 64, keys=True),
         planes,
         _mask_clocks(problem, 64, hardware),
         moved / _bytes_clock(hardware),
-        lockstep=with_dq,
+        *([query_gradient_step(width, hardware, problem.dtype)] if with_dq else []),
     )
     return _phase("gradients", pipeline, 2 * problem.min_bytes, hardware)
 
 
-def backward_step(
-    width: int, hardware: Hardware, dtype: torch.dtype, with_dq: bool = True
-) -> TileStep:
-    """64 keys and 64 queries: five products, four without dq. Through shared memory: half of q and
-    dout; for dq, ds to the other consumer, and half of 64 rows written to and read from the buffer
-    of the sum.
+def backward_step(width: int, hardware: Hardware, dtype: torch.dtype) -> TileStep:
+    """64 keys and 64 queries: four products. Through shared memory: half of q and dout."""
+    pairs = 64 * 64
+    return TileStep(
+        4 * 2 * pairs * width / hardware.flops_clock(dtype),
+        pairs / hardware.exps + BACKWARD_OPS * pairs / hardware.lanes,
+        64 * width * dtype.itemsize / hardware.shared_rate,
+    )
+
+
+def query_gradient_step(width: int, hardware: Hardware, dtype: torch.dtype) -> TileStep:
+    """dq of 64 keys and 64 queries. Through shared memory: ds to the other consumer, and half of 64
+    rows written to and read from the buffer of the sum.
     """
     pairs = 64 * 64
-    exchanged = pairs * dtype.itemsize + 64 * width * 4 if with_dq else 0
-    moved = 64 * width * dtype.itemsize + exchanged
-    return TileStep(
-        (4 + with_dq) * 2 * pairs * width / hardware.flops_clock(dtype),
-        pairs / hardware.exps + BACKWARD_OPS * pairs / hardware.lanes,
-        moved / hardware.shared_rate,
-    )
+    moved = pairs * dtype.itemsize + 64 * width * 4
+    product = 2 * pairs * width / hardware.flops_clock(dtype)
+    return TileStep(product, 0.0, moved / hardware.shared_rate)
 
 
 def _gradient(problem: Problem, width: int, name: str, hardware: Hardware, density: float) -> Phase:

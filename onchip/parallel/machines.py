@@ -97,12 +97,12 @@ H200_KERNELS = {
     (False, True, 128): KernelRates((372, 484, 581, 650, 697, 723)),
     (False, False, 256): KernelRates((533, 636, 699, 734, 756, 783)),
     (False, True, 256): KernelRates((361, 499, 615, 686, 740, 753)),
-    (True, False, 64): KernelRates((314, 382, 430, 453, 486, 492)),
-    (True, True, 64): KernelRates((197, 289, 371, 422, 456, 487)),
-    (True, False, 128): KernelRates((353, 436, 490, 524, 553, 569)),
-    (True, True, 128): KernelRates((224, 329, 420, 483, 529, 560)),
-    (True, False, 256): KernelRates((320, 387, 427, 455, 479, 485)),
-    (True, True, 256): KernelRates((210, 300, 373, 417, 451, 481)),
+    (True, False, 64): KernelRates((327, 413, 476, 517, 551, 575)),
+    (True, True, 64): KernelRates((193, 296, 390, 464, 517, 558)),
+    (True, False, 128): KernelRates((376, 478, 549, 591, 653, 671)),
+    (True, True, 128): KernelRates((223, 343, 448, 526, 571, 600)),
+    (True, False, 256): KernelRates((320, 382, 418, 440, 467, 478)),
+    (True, True, 256): KernelRates((210, 296, 364, 410, 434, 467)),
 }
 
 

@@ -36,19 +36,17 @@ def _plain(row: Row) -> bool:
     return _counts(row) and gpu.is_of_papers(row)
 
 
-def _share_ahead(rows: list[Row]) -> float:
-    """The share of cells with a ratio of at least 1.00, or with a band that reaches 1.00."""
-    return sum(r["ratio"] >= 1.0 or r["band"][1] >= 1.0 for r in rows) / len(rows)
+def _of(*head_dims: int) -> Callable[[Row], bool]:
+    return lambda row: _plain(row) and row["head_dim"] in head_dims
 
 
 THRESHOLDS = (
-    Threshold("backward", _plain, at_least=1.05),
-    worst_cell("backward, worst cell", _plain, 0.93),
-    Threshold(
-        "backward, share of cells ahead", _plain, at_least=30 / 36, measure=_share_ahead, unit=""
-    ),
+    Threshold("backward, head_dim 64", _of(64), at_least=1.0),
+    Threshold("backward, head_dim 128", _of(128), at_least=1.0),
+    worst_cell("backward, head_dim 64 and 128, worst cell", _of(64, 128), 0.95),
+    Threshold("backward, head_dim 256", _of(256), at_least=1.15),
     worst_cell(
-        "deterministic over plain, worst cell", lambda row: row["bench"] == "deterministic", 0.75
+        "deterministic over plain, worst cell", lambda row: row["bench"] == "deterministic", 0.85
     ),
     Threshold(
         "RMSE over cuDNN's",
