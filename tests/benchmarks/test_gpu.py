@@ -184,11 +184,12 @@ def test_a_cell_of_grouped_heads_and_another_head_dim(stand_ins, monkeypatch, he
     assert row["num_kv_heads"] == 1 and "4/1" in harness.line(row)
     backward_case = replace(case, bench="backward", backward=True)
     (plain, _) = backward.measure(Session(device=CPU), backward_case)
-    for module, measured in ((forward, row), (backward, plain)):
+    grids = ("forward",), ("backward, head_dim 64", "backward, head_dim 128")
+    for module, measured, names in ((forward, row, grids[0]), (backward, plain, grids[1])):
         results = check_thresholds([measured], module.THRESHOLDS)
         found = {x.threshold.name: x.measured for x in results}
         assert found[f"{measured['bench']}, grouped heads"] == pytest.approx(measured["ratio"])
-        assert found[measured["bench"]] is None  # not a cell of the papers
+        assert [found[name] for name in names] == [None] * len(names)  # not a cell of the papers
     assert "groups of 4" in tables._grid([row])
 
 
@@ -463,9 +464,22 @@ def test_an_optional_threshold_without_rows_is_not_checked():
     assert len(check_thresholds([], [threshold])) == 0
 
 
-def test_ties_are_among_the_cells_ahead():
-    row = lambda ratio, high: {"ratio": ratio, "band": [0.9, high]}
-    assert backward._share_ahead([row(1.2, 1.3), row(0.99, 1.01), row(0.95, 0.97)]) == 2 / 3
+def test_each_head_dim_of_the_backward_has_a_threshold():
+    cell = {
+        "bench": "backward",
+        "mask": "none",
+        "num_heads": 16,
+        "num_kv_heads": 16,
+        "peers": {"fa4": 1.0},
+        "doubts": [],
+        "errors": {},
+        "kernel": "hopper",
+    }
+    rows = [{**cell, "head_dim": d, "ratio": r, "band": [r, r]} for d, r in ((64, 1.1), (128, 0.9))]
+    verdicts = {v.threshold.name: v for v in check_thresholds(rows, backward.THRESHOLDS)}
+    assert verdicts["backward, head_dim 64"].ok and not verdicts["backward, head_dim 128"].ok
+    assert not verdicts["backward, head_dim 64 and 128, worst cell"].ok
+    assert verdicts["backward, head_dim 256"].measured is None
 
 
 def test_readings_of_another_gpu_and_nonsense_are_skipped():

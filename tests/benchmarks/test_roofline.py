@@ -19,13 +19,9 @@ def rows():
     return session.rows
 
 
-def test_thresholds_are_met_but_for_four_cells(rows):
-    """Of a deterministic backward at head_dim 128 without a mask, since it was measured again."""
+def test_thresholds_are_met(rows):
     verdicts = check_thresholds(rows, roofline.THRESHOLDS)
-    assert [v.ok for v in verdicts] == [True, True, False] and len(rows) == 3 * 36 + 16
-    far = [r for r in rows if r["bench"] in roofline.SEEN and abs(roofline.gap(r)) > 15]
-    assert {(r["bench"], r["head_dim"], r["mask"]) for r in far} == {("deterministic", 128, "none")}
-    assert len(far) == 4 and all(abs(roofline.gap(r)) < 17 for r in far)
+    assert [v.ok for v in verdicts] == [True, True, True] and len(rows) == 3 * 36 + 16
 
 
 def test_a_cell_holds_both_times(rows):
