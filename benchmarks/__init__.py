@@ -22,6 +22,7 @@ BENCHES |= {
         "versions": "GPU: FlashAttention v1 to v4 of examples/versions, side by side",
         "ablation": "GPU: from v2 to v4 one idea at a time, with the speed-up of each",
         "step": "GPU: time of one decoding step of a served model, by part",
+        "decoding": "GPU: latency of small batches, drafts, structured texts, long requests",
         "masks": "GPU: windows, block-sparse masks, masks of single bits",
         "video": "GPU: masks of videos against FlexAttention, forward and forward+backward",
     }.items()
