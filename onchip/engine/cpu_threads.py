@@ -5,16 +5,31 @@ for the others. On shared cores each wait costs a time slice: a step of a tiny m
 two threads on two busy cores, and 4 ms with one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 
-from onchip.engine.step import ScheduledStep
 from onchip.models import Model
 
 MIN_PARALLEL_MACS = 1 << 26  # multiply-adds of a layer, or of the head: 2 ms of a core
 _READ_MACS = 16  # reading a weight from memory takes as long as this many multiply-adds
+
+
+class HasSpan(Protocol):
+    """Tokens start to stop - 1 of a sequence, which a step computes: a Chunk is one."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def stop(self) -> int: ...
+
+
+class Span(NamedTuple):
+    start: int
+    stop: int
 
 
 class StepThreads:
@@ -30,19 +45,23 @@ class StepThreads:
         self._pair = 2 * config.num_heads * config.head_dim
         self._head = config.vocab_size * config.hidden_size
 
-    def estimate_work(self, step: ScheduledStep) -> int:
-        """Multiply-adds of a layer or of the head, whichever is more."""
-        pairs = sum([(stop - start) * stop for _, start, stop, *_ in step.chunks])
-        layer = (step.num_tokens + _READ_MACS) * self._layer + pairs * self._pair
-        return max(layer, (len(step.rows_to_sample) + _READ_MACS) * self._head)
+    def estimate_work(self, spans: Iterable[HasSpan], num_rows: int) -> int:
+        """Multiply-adds of a layer, or of the head for num_rows rows, whichever is more."""
+        num_tokens = num_pairs = 0
+        for span in spans:
+            num_tokens += span.stop - span.start
+            num_pairs += (span.stop - span.start) * span.stop
+        layer = (num_tokens + _READ_MACS) * self._layer + num_pairs * self._pair
+        return max(layer, (num_rows + _READ_MACS) * self._head)
 
     @contextmanager
-    def limit_for(self, step: ScheduledStep) -> Iterator[None]:
+    def limit_for(self, spans: Iterable[HasSpan], num_rows: int) -> Iterator[None]:
         """Inside this block torch uses as many threads as the step is worth."""
         if not self._on_cpu or (before := torch.get_num_threads()) == 1:
             yield
             return
-        torch.set_num_threads(before if self.estimate_work(step) >= MIN_PARALLEL_MACS else 1)
+        is_large = self.estimate_work(spans, num_rows) >= MIN_PARALLEL_MACS
+        torch.set_num_threads(before if is_large else 1)
         try:
             yield
         finally:

@@ -98,7 +98,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, step: ScheduledStep) -> InFlightStep:
         """Queue a step: forward pass, sampling, and the copies to the host."""
-        with self._threads.limit_for(step):
+        with self._threads.limit_for(step.chunks, len(step.rows_to_sample)):
             return self._launch(step)
 
     def _launch(self, step: ScheduledStep) -> InFlightStep:

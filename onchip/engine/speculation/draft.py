@@ -11,6 +11,7 @@ Rejected drafts are dropped from its pages when the sample is next drafted for.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.engine.cpu_threads import Span, StepThreads
 from onchip.engine.request import Sample
 from onchip.engine.sampler import make_sampling_metadata, sample
 from onchip.kvcache import KVCache, NoRoom
@@ -54,6 +56,7 @@ class DraftModelProposer:
 
     def __init__(self, model: Model, cache: KVCache, max_tokens: int):
         self.model, self.cache, self._max_tokens = model, cache, max_tokens
+        self._threads = StepThreads(model)
         self._sequences: dict[Sample, DraftSequence] = {}
 
     def reset(self) -> None:
@@ -106,7 +109,8 @@ class DraftModelProposer:
             ids = owner.tokens(start, start + min(lacking - 1, self._max_tokens))
             if not self._append(draft, ids):
                 return None
-            self._compute([draft], ids)
+            with self._limit_threads([draft]):
+                self._compute([draft], ids)
         return draft
 
     def _open(self, owner: Sample) -> DraftSequence | None:
@@ -134,12 +138,18 @@ class DraftModelProposer:
         if not drafting:
             return
         ids = [t for d in drafting for t in d.sequence.tokens[d.sequence.computed :]]
-        logits = self._compute(drafting, ids)
-        metadata = make_sampling_metadata(
-            [d.owner.row_after(d.drafts) for d in drafting], self.cache.device
-        )
-        for draft, token in zip(drafting, sample(logits, metadata).token.tolist(), strict=True):
+        with self._limit_threads(drafting):
+            logits = self._compute(drafting, ids)
+            metadata = make_sampling_metadata(
+                [d.owner.row_after(d.drafts) for d in drafting], self.cache.device
+            )
+            tokens = sample(logits, metadata).token.tolist()
+        for draft, token in zip(drafting, tokens, strict=True):
             draft.drafts.append(token)
+
+    def _limit_threads(self, drafting: Sequence[DraftSequence]) -> AbstractContextManager[None]:
+        spans = [Span(d.sequence.computed, d.sequence.length) for d in drafting]
+        return self._threads.limit_for(spans, len(drafting))
 
     def _compute(self, drafting: Sequence[DraftSequence], ids: Sequence[int]) -> Tensor:
         """The logits after the last appended token of each sequence."""
