@@ -28,7 +28,7 @@ from .errors import APIError, error_response
 from .live import LiveView
 from .log import FailureCounter, RequestLog
 from .metrics import MEDIA_TYPE, Metrics
-from .pending import EngineRequest
+from .pending import EngineRequest, PendingCall
 from .protocol import (
     ChatRequest,
     CompletionRequest,
@@ -46,7 +46,7 @@ from .responses import (
     ToolDeltaReader,
 )
 from .service import EngineProtocol, Service, ServiceState
-from .streaming import AcceptedCall, FullResponse, SSEResponse
+from .streaming import AcceptedCall, ChoiceWriter, FullResponse, SSEResponse
 from .tools import DIALECTS, Dialect, find_dialect
 from .validation_errors import explain_errors
 
@@ -284,18 +284,21 @@ class Server:
         tokens = [await self._encode(prompt, special, deadline) for prompt in generation.prompts]
         salt, incoming = body.derive_salt(request.state.salt), request.state.incoming
         rest = (generation.params, body.priority or 0, deadline.left_s, salt, bool(body.stream))
-        call = AcceptedCall(
-            self.service,
-            await self.service.submit([EngineRequest(ids, *rest) for ids in tokens], incoming),
-            generation.builder,
-            generation.reader,
-            generation.num_choices,
-            deadline.at_s,  # slightly before the engine's own deadline
-            deadline.error,
-            body.include_usage,
-            self._builders,
+        pending = await self.service.submit([EngineRequest(ids, *rest) for ids in tokens], incoming)
+        reader = generation.reader
+        call = self._accept(pending, deadline, generates=not reader.scores_only)
+        writer = ChoiceWriter(
+            generation.builder, reader, generation.num_choices, body.usage_reports
         )
-        return (SSEResponse if body.stream else FullResponse)(call, self.metrics)
+        return (SSEResponse if body.stream else FullResponse)(call, self.metrics, writer)
+
+    def _accept(
+        self, pending: PendingCall, deadline: Deadline, generates: bool = True
+    ) -> AcceptedCall:
+        """deadline: slightly before the engine's own."""
+        return AcceptedCall(
+            self.service, pending, deadline.at_s, deadline.error, self._builders, generates
+        )
 
     async def _tokenize(self, body: TokenizeRequest) -> protocol.Tokenized:
         self._check_model(body.model)

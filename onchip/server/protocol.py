@@ -11,7 +11,7 @@ The description of a field completes the sentence of validation_errors.py, "x=5 
 
 import json
 from hashlib import sha256
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
@@ -54,8 +54,22 @@ class StrictModel(BaseModel):
 
 
 class StreamOptions(StrictModel):
+    """continuous_usage_stats: as in vLLM, every chunk has the usage so far, and so has the last."""
+
     include_usage: bool = False
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+    def check(self) -> None:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats needs include_usage: true")
+
+
+class UsageReports(NamedTuple):
+    """The usage in a stream. at_end: a last chunk has it. in_chunks: so has every chunk."""
+
+    at_end: bool = False
+    in_chunks: bool = False
 
 
 class SamplingFields(StrictModel, StructuredFields):
@@ -110,11 +124,14 @@ class SamplingFields(StrictModel, StructuredFields):
         return salt + sha256(self.cache_salt.encode()).digest() if self.cache_salt else salt
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def usage_reports(self) -> UsageReports:
+        options = self.stream_options or StreamOptions()
+        return UsageReports(options.include_usage, bool(options.continuous_usage_stats))
 
     def make_params(self, max_tokens: int | None, **more: Any) -> SamplingParams:
         """Convert to the engine's parameters. ValueError: fields contradict one another."""
+        if self.stream_options is not None:
+            self.stream_options.check()
         fields = {name: getattr(self, name) for name in _PASSED_ON}
         fields["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
         fields |= self.structure()

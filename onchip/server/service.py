@@ -171,7 +171,9 @@ class Service:
         if incoming is not None:
             self._incoming.discard(incoming)
         self._check_open(len(requests))
-        pending = PendingCall([f"r{next(self._numbers)}" for _ in requests])
+        pending = PendingCall(
+            [f"r{next(self._numbers)}" for _ in requests], sum(len(r.prompt) for r in requests)
+        )
         now = time.monotonic()
         for index, (request_id, request) in enumerate(
             zip(pending.request_ids, requests, strict=True)

@@ -14,7 +14,13 @@ from onchip.server.metrics import Metrics
 from onchip.server.pending import EngineRequest
 from onchip.server.responses import ChatBuilder, CompletionBuilder, DeltaReader
 from onchip.server.service import Service
-from onchip.server.streaming import AcceptedCall, FullResponse, SSEResponse, run_until
+from onchip.server.streaming import (
+    AcceptedCall,
+    ChoiceWriter,
+    FullResponse,
+    SSEResponse,
+    run_until,
+)
 
 
 def test_a_choice_can_end_before_its_request(fake):
@@ -56,10 +62,9 @@ def test_a_slow_reader_gets_fewer_and_larger_chunks(fake):
 
         pending = await service.submit([EngineRequest(b"abc", SamplingParams(max_tokens=500))])
         builder, late = CompletionBuilder("m", read_token), APIError(504, "late")
-        call = AcceptedCall(
-            service, pending, builder, DeltaReader(1), 1, time.monotonic() + 9, late
-        )
-        reply = asyncio.ensure_future(SSEResponse(call, Metrics())({}, asyncio.Event().wait, send))
+        call = AcceptedCall(service, pending, time.monotonic() + 9, late)
+        response = SSEResponse(call, Metrics(), ChoiceWriter(builder, DeltaReader(1), 1))
+        reply = asyncio.ensure_future(response({}, asyncio.Event().wait, send))
         while engine.requests or len(sent) < 2:
             await asyncio.sleep(0.01)
         taken.set()
@@ -86,7 +91,7 @@ def answer_of(samples, tokens, tops):
 class Answered:
     """A finished PendingCall."""
 
-    failure, is_done, unfinished = None, True, ()
+    failure, is_done, unfinished, num_prompt_tokens = None, True, (), 2
 
     def __init__(self, output):
         self.outputs = [output]
@@ -114,16 +119,9 @@ async def reply_to(kind, builder, output, turns=None):
 
     watching = asyncio.ensure_future(watch()) if turns is not None else None
     samples = len(output.outputs)
-    call = AcceptedCall(
-        Nowhere(),
-        Answered(output),
-        builder,
-        DeltaReader(samples),
-        samples,
-        time.monotonic() + 99,
-        None,
-    )
-    await kind(call, Metrics())({}, asyncio.Event().wait, send)
+    call = AcceptedCall(Nowhere(), Answered(output), time.monotonic() + 99, None)
+    writer = ChoiceWriter(builder, DeltaReader(samples), samples)
+    await kind(call, Metrics(), writer)({}, asyncio.Event().wait, send)
     if watching:
         watching.cancel()
     return b"".join(sent)
