@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from onchip.engine.request import RequestOutput
-from onchip.engine.sampling_params import SamplingParams
+from onchip.engine.sampling_params import PoolingParams, SamplingParams
 
 from .errors import APIError
 
@@ -20,7 +20,7 @@ class EngineRequest:
     """
 
     prompt: Sequence[int]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     priority: int = 0
     deadline_s: float | None = None
     salt: bytes = b""

@@ -72,13 +72,27 @@ class UsageReports(NamedTuple):
     in_chunks: bool = False
 
 
-class SamplingFields(StrictModel, StructuredFields):
-    """Fields of both completions and chats. Beyond OpenAI's: top_k, min_p, repetition_penalty,
-    min_tokens, ignore_eos, stop_token_ids as in vLLM; priority (0 to 100, more is less urgent) and
-    deadline_s (seconds from now).
+class CallFields(StrictModel):
+    """Fields of every call of the engine. Beyond OpenAI's: cache_salt as in vLLM; priority (0 to
+    100, more is less urgent) and deadline_s (seconds from now).
     """
 
     model: Annotated[str, Field(max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] | None = None
+    deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None
+    user: Label | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+
+    def derive_salt(self, salt: bytes) -> bytes:
+        """The salt of the request's pages: from the caller's key and from cache_salt."""
+        return salt + sha256(self.cache_salt.encode()).digest() if self.cache_salt else salt
+
+
+class SamplingFields(CallFields, StructuredFields):
+    """Fields of both completions and chats. Beyond OpenAI's: top_k, min_p, repetition_penalty,
+    min_tokens, ignore_eos, stop_token_ids as in vLLM.
+    """
+
     n: Annotated[int, Field(ge=1, le=bounds.MAX_SAMPLES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=bounds.MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -101,11 +115,7 @@ class SamplingFields(StrictModel, StructuredFields):
     ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] | None = None
-    deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None
-    user: Label | None = None
     request_id: Label | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None  # for Python tokenizers only
     add_special_tokens: bool | None = None
@@ -118,10 +128,6 @@ class SamplingFields(StrictModel, StructuredFields):
     truncate_prompt_tokens: Absent = None
     kv_transfer_params: Absent = None
     vllm_xargs: Absent = None
-
-    def derive_salt(self, salt: bytes) -> bytes:
-        """The salt of the request's pages: from the caller's key and from cache_salt."""
-        return salt + sha256(self.cache_salt.encode()).digest() if self.cache_salt else salt
 
     @property
     def usage_reports(self) -> UsageReports:

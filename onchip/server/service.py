@@ -29,7 +29,7 @@ from itertools import count
 from typing import Any, Protocol, TypeVar
 
 from onchip.engine.request import RequestOutput
-from onchip.engine.sampling_params import BeamSearchParams, SamplingParams
+from onchip.engine.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from onchip.engine.step import Limits, RejectedRequest
 from onchip.engine.structure.compiler import PendingGrammar
 from onchip.engine.tokenizer import Tokenizer
@@ -60,10 +60,13 @@ class EngineProtocol(Protocol):
     @property
     def has_work(self) -> bool: ...
 
+    @property
+    def embedding_size(self) -> int | None: ...
+
     def add(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -263,6 +266,8 @@ class Service:
             raise _dead_error(self._death_cause)
         if self._state is not ServiceState.READY:
             raise closing_error()
+        if count > self._max_open:
+            raise APIError(400, f"{count} prompts exceed the {self._max_open} requests of a server")
         taken = self.num_open + self.num_incoming
         if taken + count > self._max_open:
             raise APIError(
