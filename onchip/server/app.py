@@ -39,6 +39,8 @@ from .protocol import (
     SamplingFields,
     TokenizeRequest,
 )
+from .response_events import FullResponseObject, ResponseEventStream, ResponseWriter
+from .response_items import ResponseObject, ResponsesRequest
 from .responses import (
     ChatBuilder,
     CompletionBuilder,
@@ -231,6 +233,9 @@ class Server:
         full, chat = protocol.Completion, protocol.ChatCompletion
         router.post("/v1/completions", response_model=full, responses=streams)(self._completions)
         router.post("/v1/chat/completions", response_model=chat, responses=streams)(self._chats)
+        router.post("/v1/responses", response_model=ResponseObject, responses=streams)(
+            self._responses
+        )
         router.post("/v1/embeddings", response_model=EmbeddingList)(self._embeddings)
         router.post("/tokenize", response_model=protocol.Tokenized)(self._tokenize)
         router.post("/detokenize", response_model=protocol.Detokenized)(self._detokenize)
@@ -264,15 +269,33 @@ class Server:
 
     async def _chats(self, body: ChatRequest, request: Request) -> Response:
         deadline = self._start_deadline(body)
-        tools, params = _or_400(body.read_tools), _or_400(lambda: body.params(self.dialect))
+        reader, params = self._chat_reader(body), _or_400(lambda: body.params(self.dialect))
         prompt = await self._encode_chat(body, bool(body.add_special_tokens), deadline)
         builder = ChatBuilder(self.options.model, self.codec.token, body.top_logprobs or 0)
-        reader = DeltaReader(params.n)
-        if tools is not None:
-            make_parser = partial(tools.make_parser, self.dialect, hidden=self.codec.end_texts)
-            reader = ToolDeltaReader(params.n, make_parser=make_parser)
         generation = GenerationInput(params, [prompt], builder, reader)
         return await self._serve(body, request, generation, deadline)
+
+    async def _responses(self, body: ResponsesRequest, request: Request) -> Response:
+        deadline = self._start_deadline(body)
+        chat = _or_400(body.make_chat)
+        reader, params = self._chat_reader(chat), _or_400(lambda: chat.params(self.dialect))
+        prompt = await self._encode_chat(chat, False, deadline)
+        await deadline.enforce(self.service.compile_grammar(params, deadline.left_s))
+        salt, stream = body.derive_salt(request.state.salt), bool(body.stream)
+        rest = (body.priority or 0, deadline.left_s, salt, stream)
+        pending = await self.service.submit(
+            [EngineRequest(prompt, params, *rest)], request.state.incoming
+        )
+        writer = ResponseWriter(body, self.options.model)
+        kind = ResponseEventStream if stream else FullResponseObject
+        return kind(self._accept(pending, deadline), self.metrics, reader, writer)
+
+    def _chat_reader(self, body: ChatRequest) -> DeltaReader:
+        n, tools = body.n or 1, _or_400(body.read_tools)
+        if tools is None:
+            return DeltaReader(n)
+        make_parser = partial(tools.make_parser, self.dialect, hidden=self.codec.end_texts)
+        return ToolDeltaReader(n, make_parser=make_parser)
 
     async def _embeddings(self, body: EmbeddingRequest, request: Request) -> Response:
         deadline = self._start_deadline(body)

@@ -43,6 +43,7 @@ Biases = Annotated[
     ],
     Field(max_length=bounds.MAX_BIASES),
 ]
+ToolName = Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")]
 Label = Annotated[str, Field(max_length=1024)]  # accepted and ignored
 Nothing = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)]
 Absent = Annotated[Nothing | None, Field(description="null, or leave it out")]
@@ -296,7 +297,7 @@ Messages = Annotated[
 class FunctionDefinition(StrictModel):
     """strict is accepted and has no effect: forced calls follow the schema, others may not."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
