@@ -7,7 +7,7 @@ import time
 import pytest
 
 from onchip.engine import CompletionOutput, Logprob, RequestOutput, SamplingParams
-from onchip.engine.request import RequestMetrics
+from onchip.engine.request import Request, RequestMetrics, SampledToken, Status
 from onchip.server.codec import TokenText
 from onchip.server.errors import APIError
 from onchip.server.metrics import Metrics
@@ -76,6 +76,21 @@ def test_a_slow_reader_gets_fewer_and_larger_chunks(fake):
     texts = [json.loads(e)["choices"][0]["text"] for e in events[:-1]]
     assert "".join(texts) == ("abc" * 167)[:500]
     assert len(texts) == 2 and events[-1] == "[DONE]"
+
+
+def test_usage_in_chunks_reads_no_more_than_the_chunks():
+    """Reading `token_ids` of an output copies all of them: a stream would cost quadratic time."""
+    request = Request("r", [1, 2], SamplingParams(max_tokens=9))
+    sample, reader, counts = request.samples[0], DeltaReader(1), []
+    for token in range(5):
+        sample.append(SampledToken(token))
+        output = request.output()
+        counts += [delta.num_generated for delta in reader.read_new([output])]
+        assert "token_ids" not in vars(output.outputs[0])
+    sample.append(SampledToken(7))
+    sample.finish(Status.FINISHED_LENGTH)
+    counts += [delta.num_generated for delta in reader.read_new([request.output()])]
+    assert counts == [6]  # without a tokenizer there is no text: one delta, at the end
 
 
 def answer_of(samples, tokens, tops):
