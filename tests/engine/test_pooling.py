@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from onchip.engine import PoolingParams, RejectedRequest, Request, SamplingParams
+from onchip.engine.cuda_graphs import fill_in_sampled
+from onchip.models import positions_of
 from onchip.models.builtin import tiny as builtin
 
 PROMPTS = ["x", "the prefix that many have in common, a", "the prefix that many have in common, bc"]
@@ -32,7 +34,7 @@ def check(tiny, output, pooling):
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_an_embedding_is_the_hidden_state_of_the_prompt(tiny, pooling, overlap):
     """In chunks of 12 tokens, beside a request that generates; twice, to find prefixes cached."""
-    one = tiny.engine(budget=12, overlap=overlap)
+    one, last, vectors = tiny.engine(budget=12, overlap=overlap), {}, []
     for _ in range(2):
         texts = [one.add("no prefix", SamplingParams(temperature=0, max_tokens=9))]
         vectors = [one.add(prompt, PoolingParams(pooling)) for prompt in PROMPTS]
@@ -42,6 +44,56 @@ def test_an_embedding_is_the_hidden_state_of_the_prompt(tiny, pooling, overlap):
             check(tiny, last[request.request_id], pooling)
     hits = [last[request.request_id].num_cached_tokens for request in vectors]
     assert all(hits[1:]) if pooling == "last" else not any(hits)
+
+
+class EagerGraphs:
+    """The interface of StepGraphs, computed without graphs."""
+
+    def __init__(self, runner):
+        self.model, self.cache, self.last = runner._model, runner._cache, runner._last_tokens
+        self.num_rows = []
+
+    def has_graph_for(self, num_tokens):
+        return True
+
+    def replay(self, step, ids):
+        return self.replay_mixed(step, ids, torch.arange(len(ids)))
+
+    def replay_mixed(self, step, ids, rows):
+        self.num_rows.append((len(step.rows_to_sample), len(rows)))
+        batch = self.cache.view(step.sequences)
+        tokens = fill_in_sampled(ids, self.last)
+        return self.model(tokens, positions_of(batch), batch, self.cache, rows)
+
+
+def test_a_graph_serves_embeddings_and_samples_of_one_step(tiny):
+    one = tiny.engine(budget=60)
+    one._runner._graphs = graphs = EagerGraphs(one._runner)
+    text = one.add("no prefix", SamplingParams(temperature=0, max_tokens=9))
+    vectors = [one.add(prompt, PoolingParams()) for prompt in PROMPTS]
+    last, _ = tiny.drain(one)
+    assert any(rows > sampled > 0 for sampled, rows in graphs.num_rows)
+    for request in vectors:
+        check(tiny, last[request.request_id], "last")
+    alone = tiny.engine()
+    again = alone.add("no prefix", SamplingParams(temperature=0, max_tokens=9))
+    expected_text = tiny.drain(alone)[0][again.request_id].outputs[0].token_ids
+    assert last[text.request_id].outputs[0].token_ids == expected_text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_an_embedding_on_a_gpu(tiny, pooling):
+    """Steps overlap, and those without a mean are replayed from graphs."""
+    one = tiny.engine("cuda", budget=40)
+    texts = [one.add("no prefix", SamplingParams(temperature=0, max_tokens=9)) for _ in range(3)]
+    vectors = [one.add(prompt, PoolingParams(pooling)) for prompt in PROMPTS]
+    last, _ = tiny.drain(one)
+    assert all(len(last[r.request_id].outputs[0].token_ids) == 9 for r in texts)
+    for request in vectors:
+        vector = torch.tensor(last[request.request_id].embedding).double()
+        wanted = expected(tiny, list(request.prompt_token_ids), pooling)
+        assert torch.allclose(vector, wanted, atol=2e-3, rtol=0)  # TF32, at most
 
 
 def test_embeddings_change_no_generated_token(tiny):
@@ -163,10 +215,11 @@ def test_the_built_in_model_finds_the_similar_text():
 
     llm = LLM(builtin(), num_pages=99, swap_space=0)
     texts = ["And the king said unto him, Go.", "And the king said unto them, Go.", "12 3 9 qx zz"]
-    requests = [llm.engine.add(list(text.encode()), PoolingParams("mean")) for text in texts]
+    for text in texts:
+        llm.engine.add(list(text.encode()), PoolingParams("mean"), request_id=text)
     outputs = {}
     while llm.engine.has_work:
         outputs |= {o.request_id: torch.tensor(o.embedding) for o in llm.engine.step()}
-    one, near, far = (outputs[request.request_id] for request in requests)
+    one, near, far = (outputs[text] for text in texts)
     assert one @ near > one @ far + 0.05
     llm.close()

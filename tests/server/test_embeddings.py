@@ -138,10 +138,10 @@ def expected(model, text, pooling):
 def test_the_vectors_are_hidden_states_of_the_model(real, ask, pooling):
     """Also while another request generates, and with a cached prefix."""
     url, model = real
-    texts = [LONG, LONG + "from", "x"]
+    texts, answer = [LONG, LONG + "from", "x"], {}
     for _ in range(2):
         status, answer, _ = ask(url, PATH, {"input": texts, "pooling": pooling})
-        assert status == 200
+        assert status == 200, answer
         for text, entry in zip(texts, answer["data"], strict=True):
             vector = torch.tensor(entry["embedding"], dtype=torch.float64)
             assert torch.allclose(vector, expected(model, text, pooling), atol=1e-5, rtol=0)

@@ -1,5 +1,5 @@
-"""The protocol of `local-completions` of the LM Evaluation Harness (lm_eval 0.4.13): the bodies that
-it sends, and what it reads from the responses. The package itself is not needed.
+"""The protocol of `local-completions` of the LM Evaluation Harness (lm_eval 0.4.13): the bodies
+that it sends, and what it reads from the responses. The package itself is not needed.
 """
 
 from operator import itemgetter
@@ -128,7 +128,7 @@ def test_generations_of_a_batch(real, ask):
     rest = {"max_tokens": 12, "temperature": 0, "stop": ["\n", ".", "<|endoftext|>"], "seed": 1234}
     prompts = [list(b"And it came to pass in those"), list(b"In the beginning God created the")]
     answer = ask(url, PATH, {"prompt": prompts, "model": "fake", **rest})[1]
-    texts = [None] * len(answer["choices"])
+    texts = [""] * len(answer["choices"])
     for choice in answer["choices"]:
         texts[choice["index"]] = choice["text"]
     assert texts[0].startswith(" days") and texts[1] and not any("\n" in t for t in texts)
