@@ -27,7 +27,7 @@ def needs_all_rows(step: ScheduledStep) -> bool:
 
 
 class PooledRows(NamedTuple):
-    """Rows of a step whose sum belongs to the embedding of a request. is_last: no more follow."""
+    """Rows of a step that an embedding adds up. is_last: no more rows of the request follow."""
 
     request: Request
     rows: range

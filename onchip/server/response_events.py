@@ -61,7 +61,7 @@ class ResponseWriter:
         return self._report("created") + self._report("in_progress")
 
     def push(self, delta: ChoiceDelta) -> bytes:
-        """The text of a delta comes before its calls."""
+        """The text of a delta precedes its calls."""
         events = self._push_text(delta.text) if delta.text else b""
         self._finish_reason = delta.finish_reason or self._finish_reason
         return events + b"".join(map(self._push_call, delta.calls))
