@@ -73,7 +73,7 @@ class _ForwardOutput:
         return [(p, self._sum(p.rows, last[i])) for i, p in enumerate(self.claimed)]
 
     def _sum(self, rows: range, last: Tensor) -> Tensor:
-        if len(rows) == 1:
+        if self.all_hidden is None or len(rows) == 1:
             return last.float()
         return self.all_hidden[rows.start : rows.stop].sum(0, dtype=torch.float32)
 
