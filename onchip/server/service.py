@@ -6,7 +6,8 @@
     PendingCall.put <- outbox (newest output) <-  outputs
 
 One thread owns the engine. Between two steps it runs all commands in order, but cancels first: a
-request whose client is gone is neither added nor computed.
+request whose client is gone is neither added nor computed. A call with many prompts is added in
+parts, with steps in between.
 
 The outputs of a step go into one outbox, by request. Outputs are cumulative, so only the newest is
 kept: however slow the loop or a client is, a request has at most one output waiting, and neither
@@ -343,26 +344,37 @@ class Service:
         if not waiting:
             self._call_on_loop(self._deliver_outputs)
 
-    def _add(self, requests: Sequence[EngineRequest], pending: PendingCall) -> None:
+    def _add(self, requests: Sequence[EngineRequest], pending: PendingCall, start: int = 0) -> None:
+        """Add the requests from `start` on. After COMMANDS_S the rest follows in another command:
+        otherwise a call with many prompts would delay all running requests.
+        """
         if pending.released:
             return
         try:
-            self._set_result(pending.accepted, self._add_all(requests, pending.request_ids))
+            stop, error = self._add_some(requests, pending.request_ids, start)
         except BaseException as error:  # cancelling may run a step, which may fail
             self._set_result(pending.accepted, _dead_error(type(error).__name__))
             raise
+        if error is None and stop < len(requests):
+            self._commands.put(lambda: self._add(requests, pending, stop))
+        else:
+            self._set_result(pending.accepted, error)
 
     def _set_result(self, future: asyncio.Future, result: Any) -> None:
         self._call_on_loop(lambda: None if future.done() else future.set_result(result))
 
-    def _add_all(
-        self, requests: Sequence[EngineRequest], request_ids: Sequence[str]
-    ) -> APIError | None:
-        for index, (request, request_id) in enumerate(zip(requests, request_ids, strict=True)):
-            if error := self._add_one(request, request_id):
+    def _add_some(
+        self, requests: Sequence[EngineRequest], request_ids: Sequence[str], start: int
+    ) -> tuple[int, APIError | None]:
+        """(the first request that was not added, None), or all are cancelled after an error."""
+        end = time.monotonic() + COMMANDS_S
+        for index in range(start, len(requests)):
+            if index > start and time.monotonic() >= end:
+                return index, None
+            if error := self._add_one(requests[index], request_ids[index]):
                 self._cancel(request_ids[:index])
-                return error
-        return None
+                return index, error
+        return len(requests), None
 
     def _add_one(self, request: EngineRequest, request_id: str) -> APIError | None:
         """A request that the engine cannot take, even one that raises an unexpected error, fails

@@ -111,6 +111,27 @@ def test_a_client_that_leaves_cancels_its_requests(serving, fake, connect, until
         assert len(engine.cancelled) >= 3
 
 
+def test_steps_run_while_many_inputs_are_added(serving, fake, ask, until):
+    """Adding takes 10 ms each here: 20 ms of it at a time, then a step. One that the engine
+    refuses takes the others back.
+    """
+    engine = fake(max_running=1)
+    add, at = engine.add, []
+
+    def slow_add(*args, **kwargs):
+        time.sleep(0.01)
+        at.append(engine.steps)
+        return add(*args, **kwargs)
+
+    engine.add = slow_add
+    with serving(engine) as (url, _):
+        assert ask(url, PATH, {"input": ["a"] * 30})[0] == 200
+        assert len(at) == 30 and at[-1] > 5 and at == sorted(at)
+        status, answer, _ = ask(url, PATH, {"input": [*[[97]] * 30, [999]]})
+        assert status == 400 and "token 999" in answer["error"]["message"]
+        until(lambda: not engine.requests)
+
+
 def test_a_model_without_hidden_states_refuses(serving, fake, ask):
     engine = fake()
     engine.embedding_size = None
