@@ -12,7 +12,7 @@ from .engine import Engine, EngineError, ExecutionConfig
 from .llm import LLM
 from .preemption_costs import PreemptionCosts
 from .request import CompletionOutput, Logprob, Request, RequestOutput, Sample, SampledToken, Status
-from .sampling_params import BeamSearchParams, SamplingParams
+from .sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from .scheduler import Scheduler
 from .stats import EngineStats
 from .step import Chunk, Limits, RejectedRequest, ScheduledStep
@@ -24,6 +24,7 @@ __all__ = [
     "BeamSearchParams",
     "ByteTokenizer",
     "CompletionOutput",
+    "PoolingParams",
     "PreemptionCosts",
     "SampledToken",
     "Engine",

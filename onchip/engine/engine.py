@@ -28,7 +28,7 @@ from onchip.engine.model_runner import InFlightStep, ModelRunner
 from onchip.engine.output_processor import OutputProcessor
 from onchip.engine.preemption_costs import PreemptionCosts
 from onchip.engine.request import Request, RequestOutput, Status
-from onchip.engine.sampling_params import BeamSearchParams, SamplingParams
+from onchip.engine.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from onchip.engine.scheduler import Scheduler
 from onchip.engine.speculation.config import SpeculativeConfig
 from onchip.engine.speculation.draft import DraftModelProposer
@@ -40,7 +40,7 @@ from onchip.engine.step import Limits, RejectedRequest
 from onchip.engine.structure.compiler import GrammarCompiler, PendingGrammar, wait_for_any
 from onchip.engine.tokenizer import Tokenizer
 from onchip.kvcache import HostTier, KVCache, Spec
-from onchip.models import Model
+from onchip.models import Decoder, Model
 
 _GRAMMAR_WAIT_S = 0.01  # while no request is ready: commands of a server are not delayed longer
 _MOSTLY_PREFILL = 8  # tokens per chunk from which on a step's time is that of prefill
@@ -152,10 +152,15 @@ class Engine:
         unfinished = self.scheduler.has_work or self._in_flight is not None
         return unfinished or self._inconsistent or bool(self._aborted)
 
+    @property
+    def embedding_size(self) -> int | None:
+        """The length of an embedding; None if the model has none."""
+        return self.model.width if isinstance(self.model, Decoder) else None
+
     def add(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | BeamSearchParams | None = None,
+        params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -163,7 +168,8 @@ class Engine:
         salt: bytes = b"",
         stream: bool = True,
     ) -> Request | RejectedRequest:
-        """Queue a request, or reject it. ValueError: the prompt or a parameter is invalid.
+        """Queue a request, or reject it. ValueError: the prompt or a parameter is invalid. With
+        PoolingParams, its last output has the embedding of the prompt.
 
         deadline_s: seconds from now after which the request is cut off. salt: prefixes are shared
         only between requests with the same salt. stream: False reports only the last output.
@@ -350,6 +356,11 @@ class Engine:
         request.prompt = prompt
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]  # no logits precede the first token
+        if request.pooling is not None and self.embedding_size is None:
+            raise ValueError(
+                "this model has no embeddings: it runs through transformers, which returns its"
+                " logits and no hidden states"
+            )
         if request.params.stop and self.tokenizer is None:
             raise ValueError("stop texts need a tokenizer; stop_token_ids does not")
 

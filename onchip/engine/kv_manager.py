@@ -292,10 +292,12 @@ class KVManager:
 
 def _cacheable_tokens(request: Request) -> list[int]:
     """The tokens of the first sample that may come from the prefix cache. The other samples fork at
-    the end of the prompt, so nothing beyond it may be cached. Prompt logprobs need the logits of
-    the whole prompt, so nothing may be.
+    the end of the prompt, so nothing beyond it may be cached. Prompt logprobs and the mean of
+    hidden states need the whole prompt, so nothing may be.
     """
     first, prompt = request.unfinished[0], len(request.prompt_token_ids)
     if request.params.prompt_logprobs is not None and not first.token_ids:
+        return []
+    if request.pooling is not None and request.pooling.pooling == "mean":
         return []
     return first.tokens(0, prompt if len(request.unfinished) > 1 else first.length)

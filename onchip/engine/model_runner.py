@@ -6,6 +6,7 @@
                                                      logits of the last rows
                                                      sample -> last_tokens (input of the next step)
       SampledToken <------ event, two copies --------+
+                                                     hidden states for embeddings (pooling.py)
 
 The host waits for the device in `ModelRunner.collect` only.
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from onchip.engine.cpu_threads import StepThreads
 from onchip.engine.cuda_graphs import StepGraphs, fill_in_sampled
+from onchip.engine.pooling import PooledRows, add_rows, claim_rows, needs_all_rows
 from onchip.engine.request import Request, Sample, SampledToken
 from onchip.engine.sampler import SamplerOutput, SamplingMetadataCache, compute_logprobs, sample
 from onchip.engine.sampling_params import SamplingParams
@@ -39,6 +41,7 @@ _PROMPT_ROWS = 256  # rows of prompt logits that exist at a time: each is vocab_
 class InFlightStep:
     """A step queued on the device, and its results. event: set when the results have arrived on the
     host; None on the CPU, where they are complete at once. prompts: prompt logprobs by request.
+    pooled: sums of hidden states for embeddings.
     """
 
     step: ScheduledStep
@@ -46,10 +49,33 @@ class InFlightStep:
     prompts: Sequence[tuple[Request, SamplerOutput]]
     event: "torch.cuda.Event | None"
     launched_at: float
+    pooled: Sequence[tuple[PooledRows, Tensor]] = ()
 
     def wait(self) -> None:
         if self.event is not None:
             self.event.synchronize()
+
+
+@dataclass(frozen=True)
+class _ForwardOutput:
+    """hidden: of the rows to sample, then of the last row of each embedding of
+    `claimed`. all_hidden: of all rows, if any embedding or prompt logprobs need them.
+    """
+
+    hidden: Tensor
+    claimed: Sequence[PooledRows] = ()
+    prompts: Sequence[tuple[Request, SamplerOutput]] = ()
+    all_hidden: Tensor | None = None
+
+    def pool(self, num_sampled: int) -> list[tuple[PooledRows, Tensor]]:
+        """The fp32 sum of the rows of each embedding."""
+        last = self.hidden[num_sampled:]
+        return [(p, self._sum(p.rows, last[i])) for i, p in enumerate(self.claimed)]
+
+    def _sum(self, rows: range, last: Tensor) -> Tensor:
+        if self.all_hidden is None or len(rows) == 1:
+            return last.float()
+        return self.all_hidden[rows.start : rows.stop].sum(0, dtype=torch.float32)
 
 
 class ModelRunner:
@@ -102,32 +128,42 @@ class ModelRunner:
             return self._launch(step)
 
     def _launch(self, step: ScheduledStep) -> InFlightStep:
-        started, prompts, sampled = time.monotonic(), [], None
+        started, sampled = time.monotonic(), None
+        forward = self._forward(step)
+        num_sampled = len(step.rows_to_sample)
+        if num_sampled:
+            sampled = self._sample(forward.hidden[:num_sampled], step)
+        pooled = forward.pool(num_sampled)
+        return self._copy_results(
+            InFlightStep(step, sampled, forward.prompts, None, started, pooled)
+        )
+
+    def _forward(self, step: ScheduledStep) -> "_ForwardOutput":
         # A graph reads pages only: the segments of offloaded pages are copied by the host's code.
         graphs = None if self._reads_host(step) else self._graphs
         if graphs is not None and _is_decode_only(step):
-            hidden = graphs.replay(step, _int32_tensor(_token_ids(step.chunks)))
-        elif (
+            return _ForwardOutput(graphs.replay(step, _int32_tensor(_token_ids(step.chunks))))
+        claimed = claim_rows(step, _chunk_ends(step.chunks))
+        rows = _logit_rows(step) + [pooled.rows.stop - 1 for pooled in claimed]
+        if (
             graphs is not None
             and graphs.has_graph_for(step.num_tokens)
-            and len(step.rows_to_sample) <= self._cache.max_seqs  # drafts may have more rows
+            and len(rows) <= self._cache.max_seqs  # drafts may have more rows
             and not _needs_prompt_logprobs(step)
+            and not needs_all_rows(step)
         ):
-            words = _int32_tensor(_token_ids(step.chunks) + _logit_rows(step))
-            hidden = graphs.replay_mixed(
-                step, *words.split([step.num_tokens, len(step.rows_to_sample)])
-            )
-        else:
-            hidden, prompts = self._forward(step)
-        if step.rows_to_sample:
-            sampled = self._sample(hidden, step)
-        return self._copy_results(InFlightStep(step, sampled, prompts, None, started))
+            words = _int32_tensor(_token_ids(step.chunks) + rows)
+            hidden = graphs.replay_mixed(step, *words.split([step.num_tokens, len(rows)]))
+            return _ForwardOutput(hidden, claimed)
+        return self._forward_eagerly(step, rows, claimed)
 
     def collect(self, in_flight: InFlightStep) -> list[SampledToken]:
         """Wait for the sampled tokens, in the order of `step.rows_to_sample`."""
         in_flight.wait()
         for request, logprobs in in_flight.prompts:
             _store_prompt_logprobs(request, logprobs)
+        for pooled, rows_sum in in_flight.pooled:
+            add_rows(pooled, rows_sum)
         if in_flight.sampled is None:
             return []
         return in_flight.sampled.to_tokens([sample for _, sample in in_flight.step.rows_to_sample])
@@ -136,9 +172,11 @@ class ModelRunner:
         """Whether a sequence of the step has pages in host memory."""
         return bool(self._cache.offload_pages) and any([s.host_tokens for s in step.sequences])
 
-    def _forward(self, step: ScheduledStep) -> tuple[Tensor, list[tuple[Request, SamplerOutput]]]:
-        """Hidden states of the rows to sample (forks share one), and requested prompt logprobs."""
-        tokens, rows, ends = _token_ids(step.chunks), _logit_rows(step), _chunk_ends(step.chunks)
+    def _forward_eagerly(
+        self, step: ScheduledStep, rows: list[int], claimed: list[PooledRows]
+    ) -> "_ForwardOutput":
+        """Hidden states of these rows (forks share one), and requested prompt logprobs."""
+        tokens, ends = _token_ids(step.chunks), _chunk_ends(step.chunks)
         batch = self._cache.view(step.sequences, extra=_int32_tensor(tokens + rows))
         ids, at = batch.extra.split([len(tokens), len(rows)])
         if min(tokens) < 0:
@@ -148,8 +186,9 @@ class ModelRunner:
             for chunk, end in zip(step.chunks, ends, strict=True)
             if _prompt_logprob_range(chunk)
         ]
-        if not requested:
-            return self._model(ids, positions_of(batch), batch, self._cache, at), []
+        if not requested and not needs_all_rows(step):
+            hidden = self._model(ids, positions_of(batch), batch, self._cache, at)
+            return _ForwardOutput(hidden, claimed)
         hidden = self._model(ids, positions_of(batch), batch, self._cache)
         prompts = [
             (
@@ -158,7 +197,7 @@ class ModelRunner:
             )
             for chunk, end in requested
         ]
-        return hidden.index_select(0, at), prompts
+        return _ForwardOutput(hidden.index_select(0, at), claimed, prompts, hidden)
 
     def _sample(self, hidden: Tensor, step: ScheduledStep) -> SamplerOutput:
         samples = rows_for_sampler(step)
@@ -200,9 +239,10 @@ class ModelRunner:
             return in_flight
         host_output = None if in_flight.sampled is None else _to_host(in_flight.sampled)
         prompts = [(request, _to_host(logprobs)) for request, logprobs in in_flight.prompts]
+        pooled = [(rows, _copy_to_host(total)) for rows, total in in_flight.pooled]
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
-        return replace(in_flight, sampled=host_output, prompts=prompts, event=event)
+        return replace(in_flight, sampled=host_output, prompts=prompts, pooled=pooled, event=event)
 
 
 def _used_bytes(device: torch.device) -> int:

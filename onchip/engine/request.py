@@ -1,6 +1,7 @@
 """A request and its samples: parameters, progress, and outputs."""
 
 import math
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -8,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from onchip.engine.detokenizer import GrowingText
-from onchip.engine.sampling_params import BeamSearchParams, SamplingParams
+from onchip.engine.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from onchip.engine.structure.automaton import TokenMatcher
 from onchip.engine.structure.compiler import PendingGrammar
 from onchip.kvcache.prefix import pack_token_ids
@@ -159,6 +160,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
+    embedding: array | None = None  # fp32, norm 1: of a finished request with PoolingParams
 
 
 @dataclass(eq=False, slots=True)
@@ -292,10 +294,13 @@ class Request:
     the request is cut off. salt: prefixes are shared only between requests with the same salt.
     eos_token_ids: end a sample unless params.ignore_eos. rng_seed: used unless params.seed is set.
     needs_tokens: the next step depends on the values of sampled tokens (beams, penalties, a
-    grammar). grammar: what its texts follow; until it is ready, the request waits.
+    grammar). grammar: what its texts follow; until it is ready, the request waits. pooling: of a
+    request that has an embedding and samples nothing; pooled: the sum of its hidden states, at
+    the end the embedding; num_pooled: hidden states of steps launched so far that it consists of.
     """
 
     beams: BeamSearchParams | None
+    pooling: PoolingParams | None
     params: SamplingParams
     prompt_token_ids: tuple[int, ...]
     priority: int
@@ -314,7 +319,7 @@ class Request:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams | BeamSearchParams | None = None,
+        params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         *,
         priority: int = 0,
         deadline_s: float | None = None,
@@ -324,8 +329,9 @@ class Request:
         rng_seed: int = 0,
     ):
         params = params or SamplingParams()
-        self.beams = params if isinstance(params, BeamSearchParams) else params.beams
+        self.pooling = params if isinstance(params, PoolingParams) else None
         self.params = _as_sampling(params)
+        self.beams = params if isinstance(params, BeamSearchParams) else self.params.beams
         self.request_id = request_id
         self.prompt_token_ids = tuple(pack_token_ids(prompt_token_ids))
         self.priority, self.deadline_s, self.salt = priority, deadline_s, salt
@@ -342,13 +348,15 @@ class Request:
             Sample(self, i) for i in range(1 if self.beams else self.params.num_samples)
         ]
         self.single_sample = self.samples[0] if len(self.samples) == 1 and not self.beams else None
-        self.max_tokens = params.max_tokens or 0  # 0: set by the scheduler
+        self.max_tokens = self.params.max_tokens or 0  # 0: set by the scheduler
         self.host_group: Any = None  # its sequences on the host while SWAPPED
         self.offload_pages = 0  # to reserve in host memory; set by the scheduler
         self.order_key: tuple[float, int] = (0.0, 0)  # position in both queues, set once
         self.prompt: str | None = None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.num_cached_tokens = 0
+        self.pooled: array | None = None
+        self.num_pooled = 0
         self.metrics = RequestMetrics(0.0)
 
     def __repr__(self) -> str:
@@ -389,6 +397,16 @@ class Request:
     def is_long(self) -> bool:
         """It is longer than the pool, and reserves host memory."""
         return self.offload_pages > 0
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a sample, prompt included. An embedding adds none."""
+        return len(self.prompt_token_ids) + (self.max_tokens if self.pooling is None else 0)
+
+    @property
+    def max_computed(self) -> int:
+        """The most tokens that are computed: not the last one that is generated."""
+        return len(self.prompt_token_ids) + self.max_tokens - 1
 
     @property
     def max_seqs(self) -> int:
@@ -446,6 +464,7 @@ class Request:
             self.finished,
             self.metrics,
             self.num_cached_tokens,
+            self.pooled if self.status is Status.FINISHED_STOPPED else None,
         )
 
     def _check(self, vocab_size: int | None) -> None:
@@ -466,10 +485,12 @@ class Request:
             raise ValueError(f"deadline_s={late!r:.60} must be a time")
 
 
-def _as_sampling(params: SamplingParams | BeamSearchParams) -> SamplingParams:
-    """Greedy sampling parameters for a beam search, which samples nothing."""
+def _as_sampling(params: SamplingParams | BeamSearchParams | PoolingParams) -> SamplingParams:
+    """Greedy sampling parameters for a beam search and for an embedding, which sample nothing."""
     if isinstance(params, SamplingParams):
         return params
+    if isinstance(params, PoolingParams):
+        return SamplingParams(temperature=0.0, max_tokens=1)
     return SamplingParams(
         n=params.beam_width,
         temperature=0.0,

@@ -16,6 +16,7 @@ MAX_STOP_TOKENS = 128
 MAX_LOGPROBS = 20
 MAX_BIASES = 300
 MAX_TEMPERATURE = 2.0
+POOLINGS = ("last", "mean")
 MIN_TEMPERATURE = 1e-20  # smaller values could underflow in fp32; 0 is greedy
 
 
@@ -40,6 +41,25 @@ class BeamSearchParams:
         _check_flag("ignore_eos", self.ignore_eos)
         _check_temperature(self.temperature)
         _check_number("length_penalty", self.length_penalty, -10, 10)
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """A request for the embedding of its prompt: nothing is sampled. pooling: "last", the hidden
+    state of the last token, or "mean", of all tokens; the vector has the norm 1.
+    """
+
+    pooling: str = "last"
+
+    def __post_init__(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise ValueError(
+                f"pooling={_shorten(self.pooling)} is not one of {', '.join(POOLINGS)}"
+            )
+
+    @property
+    def num_samples(self) -> int:
+        return 1
 
 
 @dataclass(frozen=True)

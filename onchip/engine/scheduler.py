@@ -28,6 +28,9 @@ the next step may be scheduled. `apply_tokens` supplies the values once the devi
 sample that ends there has been computed once in vain, and that token is dropped. Beam search,
 penalties and drafts need the values: while such a request samples, steps do not overlap.
 
+A request for an embedding (pooling.py) computes its prompt, samples nothing, and ends when the step
+with its last token is collected.
+
 Drafts (speculation/) come last. They take the budget and the pages that are left, and preempt
 nothing.
 
@@ -294,6 +297,9 @@ class Scheduler:
             elif sample.request.beams and sample.status is Status.RUNNING:
                 self._take_candidates(sample, tokens[0])
                 touched[sample.request] = None
+        for request in _pooled_requests(step):
+            self._finish_pooled(request)
+            touched[request] = None
         self._finish_rows(step)
         for request in touched:
             self._finish_if_done(request)
@@ -341,26 +347,26 @@ class Scheduler:
         """The pages of a long request; 0 if the request fits into the pool, or has no host memory
         because there is none or it has several samples.
         """
-        length = len(request.prompt_token_ids) + request.max_tokens - 1
-        pages = request.pages(self._pool.page_size, length)
+        pages = request.pages(self._pool.page_size, request.max_computed)
         is_long = pages > self._pool.capacity and request.single_sample is not None
         return pages if is_long and pages <= self._offload_pages else 0
 
     def _check_feasible(self, request: Request) -> RejectedRequest | None:
         """Reject a request that can never run: otherwise it would block the queue forever."""
         prompt, limits, pool = len(request.prompt_token_ids), self.limits, self._pool
-        total = prompt + request.max_tokens
-        longest = min(limits.max_model_len, self._max_seqlen + 1)
+        total, computed = request.max_length, request.max_computed
+        longest = min(limits.max_model_len, self._max_seqlen + total - computed)
         if total > longest:
+            more = f" and max_tokens={request.max_tokens}" if total > prompt else ""
             return RejectedRequest(
-                f"{prompt} tokens of prompt and max_tokens={request.max_tokens} exceed the"
+                f"{prompt} tokens of prompt{more} exceed the"
                 f" {longest} tokens that a sequence may have"
             )
         if request.max_seqs > limits.max_num_seqs:
             return RejectedRequest(
                 f"{request.max_seqs} samples exceed max_num_seqs={limits.max_num_seqs}"
             )
-        pages = request.pages(pool.page_size, total - 1)  # the last token is never computed
+        pages = request.pages(pool.page_size, computed)
         if pages > pool.capacity and not request.is_long:
             host = f"; of host memory it has {self._offload_pages}, for single samples"
             return RejectedRequest(
@@ -657,6 +663,14 @@ class Scheduler:
         else:
             self.fail(beam.request, f"no finite candidates for a beam: {sampled}")
 
+    def _finish_pooled(self, request: Request) -> None:
+        """The prompt of an embedding is computed. It may have been preempted meanwhile."""
+        sample = request.samples[0]
+        if request.pooled is None:
+            sample.finish(Status.FINISHED_ERROR, "the hidden states are not finite")
+        else:
+            sample.finish(Status.FINISHED_STOPPED)
+
     def _finish_if_done(self, request: Request) -> None:
         """After sampling: choose among beams once all have candidates, and finish a request when
         all of its samples have ended.
@@ -696,7 +710,8 @@ def _decode_chunks(request: Request) -> list[Chunk]:
         return []
     if (single_sample := request.single_sample) is not None:
         start, stop = single_sample.sequence.computed, single_sample.target_length
-        return [Chunk(single_sample, start, stop, (single_sample,))] if stop - start == 1 else []
+        sampled_by = (single_sample,) if request.pooling is None else ()
+        return [Chunk(single_sample, start, stop, sampled_by)] if stop - start == 1 else []
     unfinished = request.unfinished
     if any([sample.sequence is None for sample in unfinished]):
         return []
@@ -717,10 +732,22 @@ def _make_chunks(request: Request, scheduled: Sequence[ScheduledTokens]) -> list
         start = sample.sequence.computed
         stop = start + num_tokens
         candidates = unfinished if forks else (sample,)
+        candidates = candidates if request.pooling is None else ()
         chunks.append(
             Chunk(sample, start, stop, tuple([s for s in candidates if s.length == stop]))
         )
     return chunks
+
+
+def _pooled_requests(step: ScheduledStep) -> list[Request]:
+    """Requests for an embedding whose prompt this step has completed."""
+    return [
+        request
+        for chunk in step.chunks
+        if (request := chunk.sample.request).pooling is not None
+        and chunk.stop == len(request.prompt_token_ids)
+        and not request.finished
+    ]
 
 
 def _check_count(

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 import onchip
-from onchip.engine.sampling_params import SamplingParams
+from onchip.engine.sampling_params import PoolingParams, SamplingParams
 from onchip.engine.step import Limits
 
 from . import protocol
@@ -24,12 +24,14 @@ from .api_keys import Keyring
 from .auth import AuthMiddleware
 from .bodies import BodyMemory, BodyReader, body_route
 from .codec import Codec
+from .embeddings import EmbeddingList, EmbeddingRequest, EmbeddingResponse
 from .errors import APIError, error_response
 from .live import LiveView
 from .log import FailureCounter, RequestLog
 from .metrics import MEDIA_TYPE, Metrics
-from .pending import EngineRequest
+from .pending import EngineRequest, PendingCall
 from .protocol import (
+    CallFields,
     ChatRequest,
     CompletionRequest,
     Conversation,
@@ -37,6 +39,8 @@ from .protocol import (
     SamplingFields,
     TokenizeRequest,
 )
+from .response_events import FullResponseObject, ResponseEventStream, ResponseWriter
+from .response_items import ResponseObject, ResponsesRequest
 from .responses import (
     ChatBuilder,
     CompletionBuilder,
@@ -46,7 +50,7 @@ from .responses import (
     ToolDeltaReader,
 )
 from .service import EngineProtocol, Service, ServiceState
-from .streaming import AcceptedCall, FullResponse, SSEResponse
+from .streaming import AcceptedCall, ChoiceWriter, FullResponse, SSEResponse
 from .tools import DIALECTS, Dialect, find_dialect
 from .validation_errors import explain_errors
 
@@ -166,7 +170,7 @@ class Server:
 
     def __init__(self, engine: EngineProtocol, options: ServerOptions, keys: Keyring | None = None):
         self.options, self.keys = options, keys or Keyring()
-        self.limits = engine.limits
+        self.limits, self._embedding_size = engine.limits, engine.embedding_size
         self.codec = Codec(engine.tokenizer, engine.limits.max_model_len)
         template = engine.tokenizer.chat_template if engine.tokenizer is not None else None
         self.dialect = find_dialect(options.tool_call_parser, template, options.model_type)
@@ -229,6 +233,10 @@ class Server:
         full, chat = protocol.Completion, protocol.ChatCompletion
         router.post("/v1/completions", response_model=full, responses=streams)(self._completions)
         router.post("/v1/chat/completions", response_model=chat, responses=streams)(self._chats)
+        router.post("/v1/responses", response_model=ResponseObject, responses=streams)(
+            self._responses
+        )
+        router.post("/v1/embeddings", response_model=EmbeddingList)(self._embeddings)
         router.post("/tokenize", response_model=protocol.Tokenized)(self._tokenize)
         router.post("/detokenize", response_model=protocol.Detokenized)(self._detokenize)
         router.get("/v1/models", response_model=protocol.ModelList)(self._models)
@@ -261,15 +269,47 @@ class Server:
 
     async def _chats(self, body: ChatRequest, request: Request) -> Response:
         deadline = self._start_deadline(body)
-        tools, params = _or_400(body.read_tools), _or_400(lambda: body.params(self.dialect))
+        reader, params = self._chat_reader(body), _or_400(lambda: body.params(self.dialect))
         prompt = await self._encode_chat(body, bool(body.add_special_tokens), deadline)
         builder = ChatBuilder(self.options.model, self.codec.token, body.top_logprobs or 0)
-        reader = DeltaReader(params.n)
-        if tools is not None:
-            make_parser = partial(tools.make_parser, self.dialect, hidden=self.codec.end_texts)
-            reader = ToolDeltaReader(params.n, make_parser=make_parser)
         generation = GenerationInput(params, [prompt], builder, reader)
         return await self._serve(body, request, generation, deadline)
+
+    async def _responses(self, body: ResponsesRequest, request: Request) -> Response:
+        deadline = self._start_deadline(body)
+        chat = _or_400(body.make_chat)
+        reader, params = self._chat_reader(chat), _or_400(lambda: chat.params(self.dialect))
+        prompt = await self._encode_chat(chat, False, deadline)
+        await deadline.enforce(self.service.compile_grammar(params, deadline.left_s))
+        salt, stream = body.derive_salt(request.state.salt), bool(body.stream)
+        rest = (body.priority or 0, deadline.left_s, salt, stream)
+        pending = await self.service.submit(
+            [EngineRequest(prompt, params, *rest)], request.state.incoming
+        )
+        writer = ResponseWriter(body, self.options.model)
+        kind = ResponseEventStream if stream else FullResponseObject
+        return kind(self._accept(pending, deadline), self.metrics, reader, writer)
+
+    def _chat_reader(self, body: ChatRequest) -> DeltaReader:
+        n, tools = body.n or 1, _or_400(body.read_tools)
+        if tools is None:
+            return DeltaReader(n)
+        make_parser = partial(tools.make_parser, self.dialect, hidden=self.codec.end_texts)
+        return ToolDeltaReader(n, make_parser=make_parser)
+
+    async def _embeddings(self, body: EmbeddingRequest, request: Request) -> Response:
+        deadline = self._start_deadline(body)
+        _or_400(lambda: body.check(self._embedding_size))
+        self._check_lengths(body.prompts, "input")
+        special = body.add_special_tokens is not False
+        tokens = [await self._encode(prompt, special, deadline) for prompt in body.prompts]
+        params, salt = PoolingParams(body.pooling or "last"), body.derive_salt(request.state.salt)
+        rest = (params, body.priority or 0, deadline.left_s, salt, False)
+        requests = [EngineRequest(ids, *rest) for ids in tokens]
+        pending = await self.service.submit(requests, request.state.incoming)
+        call = self._accept(pending, deadline, generates=False)
+        in_base64 = body.encoding_format == "base64"
+        return EmbeddingResponse(call, self.metrics, self.options.model, in_base64)
 
     async def _serve(
         self,
@@ -284,18 +324,21 @@ class Server:
         tokens = [await self._encode(prompt, special, deadline) for prompt in generation.prompts]
         salt, incoming = body.derive_salt(request.state.salt), request.state.incoming
         rest = (generation.params, body.priority or 0, deadline.left_s, salt, bool(body.stream))
-        call = AcceptedCall(
-            self.service,
-            await self.service.submit([EngineRequest(ids, *rest) for ids in tokens], incoming),
-            generation.builder,
-            generation.reader,
-            generation.num_choices,
-            deadline.at_s,  # slightly before the engine's own deadline
-            deadline.error,
-            body.include_usage,
-            self._builders,
+        pending = await self.service.submit([EngineRequest(ids, *rest) for ids in tokens], incoming)
+        reader = generation.reader
+        call = self._accept(pending, deadline, generates=not reader.scores_only)
+        writer = ChoiceWriter(
+            generation.builder, reader, generation.num_choices, body.usage_reports
         )
-        return (SSEResponse if body.stream else FullResponse)(call, self.metrics)
+        return (SSEResponse if body.stream else FullResponse)(call, self.metrics, writer)
+
+    def _accept(
+        self, pending: PendingCall, deadline: Deadline, generates: bool = True
+    ) -> AcceptedCall:
+        """deadline: slightly before the engine's own."""
+        return AcceptedCall(
+            self.service, pending, deadline.at_s, deadline.error, self._builders, generates
+        )
 
     async def _tokenize(self, body: TokenizeRequest) -> protocol.Tokenized:
         self._check_model(body.model)
@@ -321,7 +364,7 @@ class Server:
             prompt=await deadline.enforce(self._text(body.tokens, deadline))
         )
 
-    def _start_deadline(self, body: SamplingFields) -> Deadline:
+    def _start_deadline(self, body: CallFields) -> Deadline:
         """The time limit includes the chat template and the tokenizer."""
         self._check_model(body.model)
         return self._deadline(body.deadline_s)
@@ -349,7 +392,7 @@ class Server:
             return prompt
         return await self.codec.decode_prompt(prompt, deadline.at_s)
 
-    def _check_lengths(self, prompts: Sequence[str | Sequence[int]]) -> None:
+    def _check_lengths(self, prompts: Sequence[str | Sequence[int]], field: str = "prompt") -> None:
         """Reject token ids that can never fit, before any other work."""
         longest = max((len(p) for p in prompts if not isinstance(p, str)), default=0)
         if longest > self.limits.max_model_len:
@@ -357,7 +400,7 @@ class Server:
                 400,
                 f"the prompt has {longest} tokens, the model takes {self.limits.max_model_len}",
                 code="context_length_exceeded",
-                param="prompt",
+                param=field,
             )
 
     def _check_model(self, name: str | None) -> None:

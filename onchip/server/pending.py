@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from onchip.engine.request import RequestOutput
-from onchip.engine.sampling_params import SamplingParams
+from onchip.engine.sampling_params import PoolingParams, SamplingParams
 
 from .errors import APIError
 
@@ -20,7 +20,7 @@ class EngineRequest:
     """
 
     prompt: Sequence[int]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     priority: int = 0
     deadline_s: float | None = None
     salt: bytes = b""
@@ -58,14 +58,15 @@ def track_request(requests: set[IncomingRequest]) -> Iterator[IncomingRequest]:
 
 class PendingCall:
     """One HTTP call: the newest output of each of its requests, or the error that ended it.
-    accepted: set to None when the engine accepts all requests, otherwise to the error. released:
-    the caller is gone.
+    num_prompt_tokens: of all requests. accepted: set to None when the engine accepts all requests,
+    otherwise to the error. released: the caller is gone.
     """
 
     request_ids: tuple[str, ...]
+    num_prompt_tokens: int
 
-    def __init__(self, request_ids: Sequence[str]):
-        self.request_ids = tuple(request_ids)
+    def __init__(self, request_ids: Sequence[str], num_prompt_tokens: int = 0):
+        self.request_ids, self.num_prompt_tokens = tuple(request_ids), num_prompt_tokens
         self.outputs: list[RequestOutput | None] = [None] * len(self.request_ids)
         self.failure: APIError | None = None
         self.accepted: asyncio.Future[APIError | None] = asyncio.get_running_loop().create_future()

@@ -11,7 +11,7 @@ The description of a field completes the sentence of validation_errors.py, "x=5 
 
 import json
 from hashlib import sha256
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
@@ -43,6 +43,7 @@ Biases = Annotated[
     ],
     Field(max_length=bounds.MAX_BIASES),
 ]
+ToolName = Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")]
 Label = Annotated[str, Field(max_length=1024)]  # accepted and ignored
 Nothing = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)]
 Absent = Annotated[Nothing | None, Field(description="null, or leave it out")]
@@ -54,17 +55,45 @@ class StrictModel(BaseModel):
 
 
 class StreamOptions(StrictModel):
+    """continuous_usage_stats: as in vLLM, every chunk has the usage so far, and so has the last."""
+
     include_usage: bool = False
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
+    def check(self) -> None:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats needs include_usage: true")
 
-class SamplingFields(StrictModel, StructuredFields):
-    """Fields of both completions and chats. Beyond OpenAI's: top_k, min_p, repetition_penalty,
-    min_tokens, ignore_eos, stop_token_ids as in vLLM; priority (0 to 100, more is less urgent) and
-    deadline_s (seconds from now).
+
+class UsageReports(NamedTuple):
+    """The usage in a stream. at_end: a last chunk has it. in_chunks: so has every chunk."""
+
+    at_end: bool = False
+    in_chunks: bool = False
+
+
+class CallFields(StrictModel):
+    """Fields of every call of the engine. Beyond OpenAI's: cache_salt as in vLLM; priority (0 to
+    100, more is less urgent) and deadline_s (seconds from now).
     """
 
     model: Annotated[str, Field(max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] | None = None
+    deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None
+    user: Label | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+
+    def derive_salt(self, salt: bytes) -> bytes:
+        """The salt of the request's pages: from the caller's key and from cache_salt."""
+        return salt + sha256(self.cache_salt.encode()).digest() if self.cache_salt else salt
+
+
+class SamplingFields(CallFields, StructuredFields):
+    """Fields of both completions and chats. Beyond OpenAI's: top_k, min_p, repetition_penalty,
+    min_tokens, ignore_eos, stop_token_ids as in vLLM.
+    """
+
     n: Annotated[int, Field(ge=1, le=bounds.MAX_SAMPLES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=bounds.MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -87,11 +116,7 @@ class SamplingFields(StrictModel, StructuredFields):
     ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] | None = None
-    deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None
-    user: Label | None = None
     request_id: Label | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None  # for Python tokenizers only
     add_special_tokens: bool | None = None
@@ -105,16 +130,15 @@ class SamplingFields(StrictModel, StructuredFields):
     kv_transfer_params: Absent = None
     vllm_xargs: Absent = None
 
-    def derive_salt(self, salt: bytes) -> bytes:
-        """The salt of the request's pages: from the caller's key and from cache_salt."""
-        return salt + sha256(self.cache_salt.encode()).digest() if self.cache_salt else salt
-
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def usage_reports(self) -> UsageReports:
+        options = self.stream_options or StreamOptions()
+        return UsageReports(options.include_usage, bool(options.continuous_usage_stats))
 
     def make_params(self, max_tokens: int | None, **more: Any) -> SamplingParams:
         """Convert to the engine's parameters. ValueError: fields contradict one another."""
+        if self.stream_options is not None:
+            self.stream_options.check()
         fields = {name: getattr(self, name) for name in _PASSED_ON}
         fields["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
         fields |= self.structure()
@@ -273,7 +297,7 @@ Messages = Annotated[
 class FunctionDefinition(StrictModel):
     """strict is accepted and has no effect: forced calls follow the schema, others may not."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -27,7 +27,7 @@ Tokens = tuple[tuple[int, Table | None], ...]
 class ChoiceDelta:
     """tokens: (id, logprobs at its position; None if not requested, or for the first token of a
     prompt). offset: characters before this delta. calls: parts of calls of tools, which are not in
-    the text.
+    the text. num_generated: tokens of all choices of the call, up to the end of this delta.
     """
 
     index: int
@@ -37,6 +37,7 @@ class ChoiceDelta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     calls: tuple[CallDelta, ...] = ()
+    num_generated: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class DeltaReader:
     n: int
     echo: Echo | None = None
     _sent: dict[tuple[int, int], _SentCounts] = field(default_factory=dict)
+    _num_generated: int = 0
 
     def read_new(self, outputs: Sequence[RequestOutput | None]) -> Iterator[ChoiceDelta]:
         """The new part of each choice, if there is any."""
@@ -80,16 +82,17 @@ class DeltaReader:
                     yield delta
 
     def _read_delta(self, index: int, sent: _SentCounts, choice: CompletionOutput) -> ChoiceDelta:
-        if self._scores_only:
+        if self.scores_only:
             return ChoiceDelta(index, "", (), 0)
         text, ids, tables = choice.since(sent.chars, sent.tokens)
         tokens = () if tables is None else tuple(zip(ids, tables, strict=True))
         offset, sent.chars = sent.chars, sent.chars + len(text)
         sent.tokens += len(ids)
-        return ChoiceDelta(index, text, tokens, offset)
+        self._num_generated += len(ids)
+        return ChoiceDelta(index, text, tokens, offset, num_generated=self._num_generated)
 
     def _mark_finished(self, delta: ChoiceDelta, choice: CompletionOutput) -> ChoiceDelta:
-        reason = "length" if self._scores_only else choice.finish_reason
+        reason = "length" if self.scores_only else choice.finish_reason
         return replace(delta, finish_reason=reason, stop_reason=choice.stop_reason)
 
     def _prepend_echo(
@@ -105,7 +108,7 @@ class DeltaReader:
         )
 
     @property
-    def _scores_only(self) -> bool:
+    def scores_only(self) -> bool:
         return self.echo is not None and self.echo.scores_only
 
 
@@ -141,20 +144,21 @@ def _prompt_tokens(output: RequestOutput) -> Tokens:
     return tuple(zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False))
 
 
-def count_usage(
-    outputs: Sequence[RequestOutput | None], scores_only: bool = False
+def count_generated(outputs: Sequence[RequestOutput | None]) -> int:
+    """Tokens of all choices. This copies the token ids of outputs that still grow."""
+    return sum(len(choice.token_ids) for o in outputs if o for choice in o.outputs)
+
+
+def make_usage(
+    num_prompt_tokens: int, num_generated: int, outputs: Sequence[RequestOutput | None]
 ) -> protocol.Usage:
-    """Each prompt counts once, each choice separately."""
-    known = [o for o in outputs if o]
-    prompt = sum(len(o.prompt_token_ids) for o in known)
-    made = 0 if scores_only else sum(len(c.token_ids) for o in known for c in o.outputs)
+    """Each prompt counts once, each choice separately. outputs: for the number of cached tokens."""
+    cached = sum(o.num_cached_tokens for o in outputs if o)
     return protocol.Usage(
-        prompt_tokens=prompt,
-        completion_tokens=made,
-        total_tokens=prompt + made,
-        prompt_tokens_details=protocol.CachedTokens(
-            cached_tokens=sum(o.num_cached_tokens for o in known)
-        ),
+        prompt_tokens=num_prompt_tokens,
+        completion_tokens=num_generated,
+        total_tokens=num_prompt_tokens + num_generated,
+        prompt_tokens_details=protocol.CachedTokens(cached_tokens=cached),
     )
 
 
@@ -195,12 +199,16 @@ class CompletionBuilder(_Builder):
         choices = [self._choice(delta) for delta in deltas]
         return protocol.Completion(**self.head, choices=choices, usage=usage)
 
-    def build_opening(self, num_choices: int) -> Iterator[protocol.Completion]:
+    def build_opening(
+        self, num_choices: int, usage: protocol.Usage | None = None
+    ) -> Iterator[protocol.Completion]:
         """The first chunks of a stream: none."""
         return iter(())
 
-    def build_chunk(self, delta: ChoiceDelta) -> protocol.Completion:
-        return protocol.Completion(**self.head, choices=[self._choice(delta)])
+    def build_chunk(
+        self, delta: ChoiceDelta, usage: protocol.Usage | None = None
+    ) -> protocol.Completion:
+        return protocol.Completion(**self.head, choices=[self._choice(delta)], usage=usage)
 
     def build_usage_chunk(self, usage: protocol.Usage) -> protocol.Completion:
         return protocol.Completion(**self.head, choices=[], usage=usage)
@@ -247,18 +255,22 @@ class ChatBuilder(_Builder):
         ]
         return protocol.ChatCompletion(**self.head, choices=choices, usage=usage)
 
-    def build_opening(self, num_choices: int) -> Iterator[protocol.ChatCompletionChunk]:
+    def build_opening(
+        self, num_choices: int, usage: protocol.Usage | None = None
+    ) -> Iterator[protocol.ChatCompletionChunk]:
         for index in range(num_choices):
             delta = protocol.Delta(role="assistant", content="")
             choice = protocol.ChunkChoice(index=index, delta=delta, finish_reason=None)
-            yield protocol.ChatCompletionChunk(**self.head, choices=[choice])
+            yield protocol.ChatCompletionChunk(**self.head, choices=[choice], usage=usage)
 
-    def build_chunk(self, delta: ChoiceDelta) -> protocol.ChatCompletionChunk:
+    def build_chunk(
+        self, delta: ChoiceDelta, usage: protocol.Usage | None = None
+    ) -> protocol.ChatCompletionChunk:
         new = protocol.Delta(content=delta.text) if delta.text else protocol.Delta()
         if delta.calls:
             new["tool_calls"] = [_call_part(call) for call in delta.calls]
         choice = protocol.ChunkChoice(delta=new, **self._rest(delta))
-        return protocol.ChatCompletionChunk(**self.head, choices=[choice])
+        return protocol.ChatCompletionChunk(**self.head, choices=[choice], usage=usage)
 
     def build_usage_chunk(self, usage: protocol.Usage) -> protocol.ChatCompletionChunk:
         return protocol.ChatCompletionChunk(**self.head, choices=[], usage=usage)

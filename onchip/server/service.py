@@ -6,7 +6,8 @@
     PendingCall.put <- outbox (newest output) <-  outputs
 
 One thread owns the engine. Between two steps it runs all commands in order, but cancels first: a
-request whose client is gone is neither added nor computed.
+request whose client is gone is neither added nor computed. A call with many prompts is added in
+parts, with steps in between.
 
 The outputs of a step go into one outbox, by request. Outputs are cumulative, so only the newest is
 kept: however slow the loop or a client is, a request has at most one output waiting, and neither
@@ -29,7 +30,7 @@ from itertools import count
 from typing import Any, Protocol, TypeVar
 
 from onchip.engine.request import RequestOutput
-from onchip.engine.sampling_params import BeamSearchParams, SamplingParams
+from onchip.engine.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 from onchip.engine.step import Limits, RejectedRequest
 from onchip.engine.structure.compiler import PendingGrammar
 from onchip.engine.tokenizer import Tokenizer
@@ -60,10 +61,13 @@ class EngineProtocol(Protocol):
     @property
     def has_work(self) -> bool: ...
 
+    @property
+    def embedding_size(self) -> int | None: ...
+
     def add(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -171,7 +175,9 @@ class Service:
         if incoming is not None:
             self._incoming.discard(incoming)
         self._check_open(len(requests))
-        pending = PendingCall([f"r{next(self._numbers)}" for _ in requests])
+        pending = PendingCall(
+            [f"r{next(self._numbers)}" for _ in requests], sum(len(r.prompt) for r in requests)
+        )
         now = time.monotonic()
         for index, (request_id, request) in enumerate(
             zip(pending.request_ids, requests, strict=True)
@@ -261,6 +267,8 @@ class Service:
             raise _dead_error(self._death_cause)
         if self._state is not ServiceState.READY:
             raise closing_error()
+        if count > self._max_open:
+            raise APIError(400, f"{count} prompts exceed the {self._max_open} requests of a server")
         taken = self.num_open + self.num_incoming
         if taken + count > self._max_open:
             raise APIError(
@@ -336,26 +344,37 @@ class Service:
         if not waiting:
             self._call_on_loop(self._deliver_outputs)
 
-    def _add(self, requests: Sequence[EngineRequest], pending: PendingCall) -> None:
+    def _add(self, requests: Sequence[EngineRequest], pending: PendingCall, start: int = 0) -> None:
+        """Add the requests from `start` on. After COMMANDS_S the rest follows in another command:
+        otherwise a call with many prompts would delay all running requests.
+        """
         if pending.released:
             return
         try:
-            self._set_result(pending.accepted, self._add_all(requests, pending.request_ids))
+            stop, error = self._add_some(requests, pending.request_ids, start)
         except BaseException as error:  # cancelling may run a step, which may fail
             self._set_result(pending.accepted, _dead_error(type(error).__name__))
             raise
+        if error is None and stop < len(requests):
+            self._commands.put(lambda: self._add(requests, pending, stop))
+        else:
+            self._set_result(pending.accepted, error)
 
     def _set_result(self, future: asyncio.Future, result: Any) -> None:
         self._call_on_loop(lambda: None if future.done() else future.set_result(result))
 
-    def _add_all(
-        self, requests: Sequence[EngineRequest], request_ids: Sequence[str]
-    ) -> APIError | None:
-        for index, (request, request_id) in enumerate(zip(requests, request_ids, strict=True)):
-            if error := self._add_one(request, request_id):
+    def _add_some(
+        self, requests: Sequence[EngineRequest], request_ids: Sequence[str], start: int
+    ) -> tuple[int, APIError | None]:
+        """(the first request that was not added, None), or all are cancelled after an error."""
+        end = time.monotonic() + COMMANDS_S
+        for index in range(start, len(requests)):
+            if index > start and time.monotonic() >= end:
+                return index, None
+            if error := self._add_one(requests[index], request_ids[index]):
                 self._cancel(request_ids[:index])
-                return error
-        return None
+                return index, error
+        return len(requests), None
 
     def _add_one(self, request: EngineRequest, request_id: str) -> APIError | None:
         """A request that the engine cannot take, even one that raises an unexpected error, fails

@@ -23,8 +23,15 @@ from .errors import APIError, error_response
 from .log import get_record
 from .metrics import Metrics
 from .pending import PendingCall
-from .protocol import CompletionLogprobs, Usage
-from .responses import ChoiceDelta, DeltaReader, ResponseBuilder, count_usage, find_failure
+from .protocol import CompletionLogprobs, Usage, UsageReports
+from .responses import (
+    ChoiceDelta,
+    DeltaReader,
+    ResponseBuilder,
+    count_generated,
+    find_failure,
+    make_usage,
+)
 from .service import Service
 
 T = TypeVar("T")
@@ -36,25 +43,25 @@ SLICE = 64  # tokens with logprobs that are encoded at a time
 
 @dataclass(frozen=True)
 class AcceptedCall:
-    """Everything about one accepted call. num_choices: of all its prompts. deadline_s: a time of
-    time.monotonic(); deadline_error: the error once it has passed. workers: executor that builds
-    large responses, None for the loop's default.
+    """One accepted call. deadline_s: a time of time.monotonic(); deadline_error: the error once it
+    has passed. workers: executor that builds large responses, None for the loop's default.
+    generates: False if its tokens are not shown and do not count.
     """
 
     service: Service
     pending: PendingCall
-    builder: ResponseBuilder
-    reader: DeltaReader
-    num_choices: int
     deadline_s: float
     deadline_error: APIError
-    include_usage: bool = False
     workers: Executor | None = None
+    generates: bool = True
 
     @property
     def usage(self) -> Usage:
-        echo = self.reader.echo
-        return count_usage(self.pending.outputs, echo is not None and echo.scores_only)
+        return self.usage_after(count_generated(self.pending.outputs) if self.generates else 0)
+
+    def usage_after(self, num_generated: int) -> Usage:
+        """The usage after this many generated tokens."""
+        return make_usage(self.pending.num_prompt_tokens, num_generated, self.pending.outputs)
 
     @property
     def is_done(self) -> bool:
@@ -77,8 +84,18 @@ class AcceptedCall:
             self.pending.fail(self.deadline_error)
 
 
+@dataclass(frozen=True)
+class ChoiceWriter:
+    """How the outputs of a call become choices. num_choices: of all its prompts."""
+
+    builder: ResponseBuilder
+    reader: DeltaReader
+    num_choices: int
+    reports: UsageReports = UsageReports()
+
+
 class CallResponse(Response):
-    """Base class of both responses; subclasses implement `respond`."""
+    """Base class of all responses; subclasses implement `respond`."""
 
     call: AcceptedCall
     metrics: Metrics
@@ -119,7 +136,11 @@ class CallResponse(Response):
         raise NotImplementedError
 
 
-class FullResponse(CallResponse):
+class WholeResponse(CallResponse):
+    """Waits for the end of the call, then sends one JSON value; subclasses implement
+    `encode_all`.
+    """
+
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = self.call
         while not call.is_done:
@@ -127,7 +148,7 @@ class FullResponse(CallResponse):
         if failure := self.failure():
             await error_response(failure)(scope, receive, send)
             return
-        parts = await self.build(list(call.reader.read_new(call.pending.outputs)), self._encode)
+        parts = await self.encode_all()
         length = str(sum(map(len, parts))).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", length)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -135,9 +156,25 @@ class FullResponse(CallResponse):
             await _send(send, part)
         await _send(send, b"", more=False)
 
+    async def encode_all(self) -> Sequence[bytes]:
+        """The parts of the body."""
+        raise NotImplementedError
+
+
+class FullResponse(WholeResponse):
+    """All choices, complete."""
+
+    def __init__(self, call: AcceptedCall, metrics: Metrics, writer: ChoiceWriter):
+        super().__init__(call, metrics)
+        self.writer = writer
+
+    async def encode_all(self) -> Sequence[bytes]:
+        deltas = list(self.writer.reader.read_new(self.call.pending.outputs))
+        return await self.build(deltas, self._encode)
+
     def _encode(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
         """The whole response: its head, then choice by choice."""
-        build_full, counted = self.call.builder.build_full, self.call.usage
+        build_full, counted = self.writer.builder.build_full, self.call.usage
         head, opening, tail = build_full([], counted).model_dump_json().encode().partition(_CHOICES)
         choice_of = lambda delta: build_full([delta], counted).choices[0]
         choices = [
@@ -147,42 +184,38 @@ class FullResponse(CallResponse):
         return [head + opening, *_with_commas(choices), tail]
 
 
-class SSEResponse(CallResponse):
-    """Server-sent events: `data: {...}` each, `data: [DONE]` at the end. A failure after the start
-    is an event with an `error`.
+class EventStream(CallResponse):
+    """Server-sent events: an opening, the new part of each choice while it grows, and an ending.
+    Subclasses encode them. A failure after the start is an event, too.
     """
+
+    reader: DeltaReader
+
+    def __init__(self, call: AcceptedCall, metrics: Metrics, reader: DeltaReader):
+        super().__init__(call, metrics)
+        self.reader = reader
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = self.call
         await send(_STREAM_START)
-        opening = call.builder.build_opening(call.num_choices)
-        await _send_some(send, b"".join(map(self._event, opening)))
+        await _send_some(send, self.encode_opening())
         is_done = False
         while not is_done:
             await self._wait(send)
             is_done = call.is_done  # read before sending: more may arrive meanwhile
             # After a failure no more text is sent.
-            deltas = [] if call.failure else list(call.reader.read_new(call.pending.outputs))
-            await _send_some(send, await self.build(deltas, self._chunks))
-        if failure := self.failure():
-            await _send(send, encode_event(JSONResponse(failure.body).body))
-        elif call.include_usage:
-            await _send(send, self._event(call.builder.build_usage_chunk(call.usage)))
-        await _send(send, encode_event(b"[DONE]"), more=False)
+            deltas = [] if call.failure else list(self.reader.read_new(call.pending.outputs))
+            await _send_some(send, await self.build(deltas, self.encode_deltas))
+        await _send(send, self.encode_ending(self.failure()), more=False)
 
-    def _chunks(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        return b"".join(map(self._chunk, deltas))
+    def encode_opening(self) -> bytes:
+        raise NotImplementedError
 
-    def _chunk(self, delta: ChoiceDelta) -> bytes:
-        chunk = self.call.builder.build_chunk
-        choice_of = lambda part: chunk(part).choices[0]
-        return encode_event(
-            encode_with_logprobs(chunk(replace(delta, tokens=())), delta, choice_of, self._excluded)
-        )
+    def encode_deltas(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        raise NotImplementedError
 
-    @property
-    def _excluded(self) -> set[str] | None:
-        return None if self.call.include_usage else {"usage"}
+    def encode_ending(self, failure: APIError | None) -> bytes:
+        raise NotImplementedError
 
     async def _wait(self, send: Send) -> None:
         while True:
@@ -191,6 +224,44 @@ class SSEResponse(CallResponse):
                     return await self.call.wait_for_change()
             except TimeoutError:
                 await _send(send, b": waiting\n\n")
+
+
+class SSEResponse(EventStream):
+    """Chunks of choices, `data: {...}` each, and `data: [DONE]` at the end. A failure is an event
+    with an `error`.
+    """
+
+    def __init__(self, call: AcceptedCall, metrics: Metrics, writer: ChoiceWriter):
+        super().__init__(call, metrics, writer.reader)
+        self.writer = writer
+
+    def encode_opening(self) -> bytes:
+        opening = self.writer.builder.build_opening(self.writer.num_choices, self._usage_after(0))
+        return b"".join(map(self._event, opening))
+
+    def encode_deltas(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        return b"".join(map(self._chunk, deltas))
+
+    def encode_ending(self, failure: APIError | None) -> bytes:
+        last = b""
+        if failure:
+            last = encode_event(JSONResponse(failure.body).body)
+        elif self.writer.reports.at_end:
+            last = self._event(self.writer.builder.build_usage_chunk(self.call.usage))
+        return last + encode_event(b"[DONE]")
+
+    def _chunk(self, delta: ChoiceDelta) -> bytes:
+        chunk = self.writer.builder.build_chunk
+        choice_of = lambda part: chunk(part).choices[0]
+        bare = chunk(replace(delta, tokens=()), self._usage_after(delta.num_generated))
+        return encode_event(encode_with_logprobs(bare, delta, choice_of, self._excluded))
+
+    def _usage_after(self, num_generated: int) -> Usage | None:
+        return self.call.usage_after(num_generated) if self.writer.reports.in_chunks else None
+
+    @property
+    def _excluded(self) -> set[str] | None:
+        return None if self.writer.reports.at_end else {"usage"}
 
     def _event(self, chunk: BaseModel) -> bytes:
         return encode_event(chunk.model_dump_json(exclude=self._excluded).encode())

@@ -7,6 +7,7 @@ import torch
 
 from onchip import LLM, BeamSearchParams, SamplingParams, UnsupportedError
 from onchip.cli import main
+from onchip.engine import PoolingParams
 from tests.models import foreign_models
 
 PROMPTS = [[5, 9, 5, 7], list(range(10, 41)), [3], [*range(20, 31)], [*range(10, 33), 90]]
@@ -64,6 +65,14 @@ def test_pages_in_host_memory_change_no_token(saved):
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert llm.stats().pages_streamed > 0
     assert token_ids_of(outputs) == expected("gpt_oss")
+
+
+def test_embeddings_are_refused_in_a_sentence(saved):
+    """A step of such a model returns logits: their rows are no hidden states."""
+    with serve(saved("gpt_oss")) as llm:
+        assert llm.engine.embedding_size is None
+        with pytest.raises(ValueError, match="this model has no embeddings"):
+            llm.engine.add([1, 2], PoolingParams())
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from array import array
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from importlib.util import find_spec
@@ -14,7 +15,14 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from onchip.engine import CompletionOutput, Logprob, RejectedRequest, RequestOutput, SamplingParams
+from onchip.engine import (
+    CompletionOutput,
+    Logprob,
+    PoolingParams,
+    RejectedRequest,
+    RequestOutput,
+    SamplingParams,
+)
 from onchip.engine.request import RequestMetrics
 from onchip.engine.step import Limits
 from onchip.engine.tokenizer import ByteTokenizer
@@ -25,6 +33,7 @@ if not all(map(find_spec, NEEDED)):
 
 VOCAB = 257
 MODEL = "fake"
+SIZE = 6  # of embeddings
 
 
 class FakeRequest:
@@ -38,7 +47,19 @@ class FakeRequest:
         """The tokens of sample i: the prompt repeated, from its i-th byte on."""
         return [self.prompt[(index + k) % len(self.prompt)] for k in range(self.made)]
 
+    @property
+    def is_embedding(self):
+        return isinstance(self.params, PoolingParams)
+
+    def embedding(self):
+        """Two numbers for the pooling and the length of the prompt, and its first bytes."""
+        head = [float(self.params.pooling == "mean"), float(len(self.prompt)), *self.prompt]
+        return array("f", (head + [0.0] * SIZE)[:SIZE])
+
     def choice(self, index):
+        if self.is_embedding:
+            end = "stop" if self.end == "length" else self.end
+            return CompletionOutput(index, "", (), 0.0, None, end, None)
         tokens = self.say(index)
         text = bytes(tokens).decode(errors="ignore")  # half a character is not shown
         reason, end = None, self.end
@@ -53,6 +74,13 @@ class FakeRequest:
 
     def output(self):
         times = RequestMetrics(self.arrival, self.scheduled, self.first, self.finished)
+        if self.is_embedding:
+            prompt, done = tuple(self.prompt), self.end is not None
+            vector = self.embedding() if self.end == "length" else None
+            choices = [self.choice(0)]
+            return RequestOutput(
+                self.request_id, None, prompt, None, choices, done, times, 2, vector
+            )
         scored = None
         if self.params.prompt_logprobs is not None:
             scored = [None] + [{t: Logprob(-0.25, 1)} for t in self.prompt[1:]]
@@ -77,6 +105,7 @@ class FakeEngine:
     def __init__(self, *, step_s=0.0, max_running=8, max_waiting=1000):
         self.step_s, self.max_running, self.max_waiting = step_s, max_running, max_waiting
         self.tokenizer, self.limits = ByteTokenizer(), Limits(4096)
+        self.embedding_size = SIZE
         self.boom = None
         self.requests = {}
         self.salts, self.cancelled, self.closed, self.steps = [], [], False, 0
@@ -97,7 +126,8 @@ class FakeEngine:
             raise ValueError(f"the prompt holds token {max(prompt)}")
         if bytes(prompt) == b"break me":
             raise KeyError("a bug")
-        if len(prompt) + (params.max_tokens or 1) > 4096:
+        generated = 0 if isinstance(params, PoolingParams) else params.max_tokens or 1
+        if len(prompt) + generated > 4096:
             return RejectedRequest(f"{len(prompt)} tokens are too many")
         if len(self.requests) >= self.max_running + self.max_waiting:
             return RejectedRequest("the queue is full", is_retryable=True)
@@ -131,6 +161,8 @@ class FakeEngine:
         now, params = time.monotonic(), request.params
         request.scheduled = request.scheduled or now
         request.made += 1
+        if request.is_embedding:
+            return self.pool(request, now)
         request.first = request.first or now
         self.generated += params.n
         limit = 64 if params.max_tokens is None else params.max_tokens
@@ -142,6 +174,15 @@ class FakeEngine:
         elif stopped or request.made >= limit:
             request.end = "length"
         request.finished = now if request.end else None
+        return True
+
+    def pool(self, request, now):
+        """An embedding takes two steps."""
+        late = request.deadline and now > request.deadline
+        failed = bytes(request.prompt) == b"fail"
+        if late or request.made == 2:
+            request.end = "abort" if late else "error" if failed else "length"
+            request.finished = now
         return True
 
     def stats(self):

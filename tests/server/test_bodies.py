@@ -12,13 +12,28 @@ from pydantic import ValidationError
 
 from onchip.server import bodies
 from onchip.server.app import ServerOptions
+from onchip.server.embeddings import EmbeddingRequest
 from onchip.server.errors import APIError
 from onchip.server.protocol import ChatRequest, CompletionRequest
+from onchip.server.response_items import ResponsesRequest
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-SCHEMAS = {COMPLETIONS: CompletionRequest, CHATS: ChatRequest}
-FEW = {COMPLETIONS: {"prompt": "a"}, CHATS: {"messages": [{"role": "user", "content": "a"}]}}
+RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
+SCHEMAS = {
+    COMPLETIONS: CompletionRequest,
+    CHATS: ChatRequest,
+    RESPONSES: ResponsesRequest,
+    EMBEDDINGS: EmbeddingRequest,
+}
+FEW = {
+    COMPLETIONS: {"prompt": "a"},
+    CHATS: {"messages": [{"role": "user", "content": "a"}]},
+    RESPONSES: {"input": "a"},
+    EMBEDDINGS: {"input": "a"},
+}
+LISTS = ("prompt", "messages", "input")  # fields with lists of many values
 TEXTS = {"user", "prompt_cache_key", "safety_identifier", "prompt"}  # may be long
+TEXTS |= {"input", "instructions"}
 MAX_ERRORS = 1000
 MIB = 1 << 20
 
@@ -47,6 +62,7 @@ KINDS = {
     "ints, the last one wrong": lambda size: b"[" + text(b"300", size - 10)[:-1] + b",-1]]",
     "objects": lambda size: text(b'{"a":1}', size),
     "messages": lambda size: text(b'{"role":1,"content":[{}],"x":1}', size),
+    "calls": lambda size: text(b'{"type":"function_call","call_id":1,"output":[{}]}', size),
     "parts": lambda size: b'[{"role":"user","content":' + text(b'{"type":1}', size) + b"}]",
     "names": names,
     "names within bounds": lambda size: text(names(0, 500), min(size, 400_000)),
@@ -71,11 +87,10 @@ def body(path, field, value):
 
 
 def fields(path):
-    """The fields of the schema and an unknown one; fields of both endpoints once."""
-    own = SCHEMAS[path].model_fields
-    return [f for f in own if path == COMPLETIONS or f not in CompletionRequest.model_fields] + [
-        "unknown"
-    ]
+    """The fields of the schema and an unknown one; fields with the same type elsewhere once."""
+    own, shared = SCHEMAS[path].model_fields, CompletionRequest.model_fields
+    is_new = lambda name: name not in shared or own[name].annotation != shared[name].annotation
+    return [name for name in own if path == COMPLETIONS or is_new(name)] + ["unknown"]
 
 
 CASES = [(path, field) for path in SCHEMAS for field in fields(path)]
@@ -171,6 +186,12 @@ WORST = (
     (COMPLETIONS, "stop", "empty strings"),
     (CHATS, "messages", "empty objects"),
     (CHATS, "metadata", "names"),
+    (RESPONSES, "input", "messages"),
+    (RESPONSES, "input", "calls"),
+    (RESPONSES, "tools", "empty objects"),
+    (EMBEDDINGS, "input", "negative ints"),
+    (EMBEDDINGS, "input", "empty strings"),
+    (EMBEDDINGS, "input", "lists of ints"),
 )
 
 
@@ -202,7 +223,7 @@ def test_every_field_and_every_kind_of_body_cost_little(shared_process, ask):
     values = {kind: value(size - 100) for kind, value in KINDS.items()}
     attack(child, ask, url, COMPLETIONS, body(COMPLETIONS, "prompt", b"[-1]"))
     for place, (path, field) in enumerate(CASES):
-        kinds = list(values) if field in ("prompt", "messages") else list(values)[place % 7 :: 12]
+        kinds = list(values) if field in LISTS else list(values)[place % 7 :: 12]
         for kind in kinds:
             if field in TEXTS and values[kind][:1] == b'"':
                 continue

@@ -60,6 +60,29 @@ class TestCompletions:
         assert not chunks[-1].choices and chunks[-1].usage.completion_tokens == 5
         assert all(c.usage is None for c in chunks[:-1])
 
+    def test_every_chunk_has_the_usage_so_far_if_requested(self, client):
+        """Of all choices; the counts only grow, and end at the counts of the whole."""
+        reports = {"include_usage": True, "continuous_usage_stats": True}
+        options = {"model": "fake", "prompt": ["abc", "xy"], "max_tokens": 9, "n": 2}
+        _, chunks = text_of(
+            client.completions.create(**options, stream=True, stream_options=reports)
+        )
+        usages = [chunk.usage for chunk in chunks]
+        assert not chunks[-1].choices and usages[-1] == usages[-2]
+        assert {usage.prompt_tokens for usage in usages} == {5}
+        made = [usage.completion_tokens for usage in usages]
+        assert made == sorted(made) and made[0] < made[-1] == 36 and len(set(made)) > 2
+        assert all(u.total_tokens == u.prompt_tokens + u.completion_tokens for u in usages)
+        assert usages[-1].prompt_tokens_details.cached_tokens == 4
+
+    def test_chunks_that_only_score_count_no_tokens(self, client):
+        reports = {"include_usage": True, "continuous_usage_stats": True}
+        options = {"model": "fake", "prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 0}
+        _, chunks = text_of(
+            client.completions.create(**options, stream=True, stream_options=reports)
+        )
+        assert {(c.usage.prompt_tokens, c.usage.completion_tokens) for c in chunks} == {(3, 0)}
+
     def test_a_stop_text_ends_it_and_is_not_shown(self, client):
         options = {"model": "fake", "prompt": "abcdef", "stop": ["de", "zz"], "max_tokens": 30}
         done = client.completions.create(**options)
@@ -124,6 +147,22 @@ class TestChats:
         for chunk in chunks:
             texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
         assert texts == {0: "user: ", 1: "ser: h"}
+
+    def test_every_chunk_has_the_usage_so_far_if_requested(self, client):
+        reports = {"include_usage": True, "continuous_usage_stats": True}
+        stream = client.chat.completions.create(
+            model="fake", messages=HELLO, max_tokens=6, stream=True, stream_options=reports
+        )
+        usages = [chunk.usage for chunk in stream]
+        assert (usages[0].prompt_tokens, usages[0].completion_tokens) == (22, 0)
+        assert usages[-1].completion_tokens == 6 and usages[-1] == usages[-2]
+
+    def test_continuous_usage_needs_usage(self, client):
+        options = {"model": "fake", "messages": HELLO, "stream": True}
+        with pytest.raises(openai.BadRequestError, match="needs include_usage"):
+            client.chat.completions.create(
+                **options, stream_options={"continuous_usage_stats": True}
+            )
 
     def test_parts_of_text_are_one_text(self, client):
         parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]

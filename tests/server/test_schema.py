@@ -9,6 +9,8 @@ from schemathesis.specs.openapi import checks  # noqa: E402
 OPERATIONS = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
+    ("/v1/responses", "POST"),
+    ("/v1/embeddings", "POST"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
     ("/v1/models", "GET"),

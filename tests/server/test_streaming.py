@@ -7,14 +7,20 @@ import time
 import pytest
 
 from onchip.engine import CompletionOutput, Logprob, RequestOutput, SamplingParams
-from onchip.engine.request import RequestMetrics
+from onchip.engine.request import Request, RequestMetrics, SampledToken, Status
 from onchip.server.codec import TokenText
 from onchip.server.errors import APIError
 from onchip.server.metrics import Metrics
 from onchip.server.pending import EngineRequest
 from onchip.server.responses import ChatBuilder, CompletionBuilder, DeltaReader
 from onchip.server.service import Service
-from onchip.server.streaming import AcceptedCall, FullResponse, SSEResponse, run_until
+from onchip.server.streaming import (
+    AcceptedCall,
+    ChoiceWriter,
+    FullResponse,
+    SSEResponse,
+    run_until,
+)
 
 
 def test_a_choice_can_end_before_its_request(fake):
@@ -56,10 +62,9 @@ def test_a_slow_reader_gets_fewer_and_larger_chunks(fake):
 
         pending = await service.submit([EngineRequest(b"abc", SamplingParams(max_tokens=500))])
         builder, late = CompletionBuilder("m", read_token), APIError(504, "late")
-        call = AcceptedCall(
-            service, pending, builder, DeltaReader(1), 1, time.monotonic() + 9, late
-        )
-        reply = asyncio.ensure_future(SSEResponse(call, Metrics())({}, asyncio.Event().wait, send))
+        call = AcceptedCall(service, pending, time.monotonic() + 9, late)
+        response = SSEResponse(call, Metrics(), ChoiceWriter(builder, DeltaReader(1), 1))
+        reply = asyncio.ensure_future(response({}, asyncio.Event().wait, send))
         while engine.requests or len(sent) < 2:
             await asyncio.sleep(0.01)
         taken.set()
@@ -71,6 +76,21 @@ def test_a_slow_reader_gets_fewer_and_larger_chunks(fake):
     texts = [json.loads(e)["choices"][0]["text"] for e in events[:-1]]
     assert "".join(texts) == ("abc" * 167)[:500]
     assert len(texts) == 2 and events[-1] == "[DONE]"
+
+
+def test_usage_in_chunks_reads_no_more_than_the_chunks():
+    """Reading `token_ids` of an output copies all of them: a stream would cost quadratic time."""
+    request = Request("r", [1, 2], SamplingParams(max_tokens=9))
+    sample, reader, counts = request.samples[0], DeltaReader(1), []
+    for token in range(5):
+        sample.append(SampledToken(token))
+        output = request.output()
+        counts += [delta.num_generated for delta in reader.read_new([output])]
+        assert "token_ids" not in vars(output.outputs[0])
+    sample.append(SampledToken(7))
+    sample.finish(Status.FINISHED_LENGTH)
+    counts += [delta.num_generated for delta in reader.read_new([request.output()])]
+    assert counts == [6]  # without a tokenizer there is no text: one delta, at the end
 
 
 def answer_of(samples, tokens, tops):
@@ -86,7 +106,7 @@ def answer_of(samples, tokens, tops):
 class Answered:
     """A finished PendingCall."""
 
-    failure, is_done, unfinished = None, True, ()
+    failure, is_done, unfinished, num_prompt_tokens = None, True, (), 2
 
     def __init__(self, output):
         self.outputs = [output]
@@ -114,16 +134,9 @@ async def reply_to(kind, builder, output, turns=None):
 
     watching = asyncio.ensure_future(watch()) if turns is not None else None
     samples = len(output.outputs)
-    call = AcceptedCall(
-        Nowhere(),
-        Answered(output),
-        builder,
-        DeltaReader(samples),
-        samples,
-        time.monotonic() + 99,
-        None,
-    )
-    await kind(call, Metrics())({}, asyncio.Event().wait, send)
+    call = AcceptedCall(Nowhere(), Answered(output), time.monotonic() + 99, None)
+    writer = ChoiceWriter(builder, DeltaReader(samples), samples)
+    await kind(call, Metrics(), writer)({}, asyncio.Event().wait, send)
     if watching:
         watching.cancel()
     return b"".join(sent)

@@ -32,14 +32,13 @@ from onchip.server.service import RETRY_AFTER_S, closing_error
 from onchip.server.streaming import GRACE_S, run_until, watch_disconnect
 
 from .metrics import GatewayMetrics
-from .prompts import prompt_keys
+from .prompts import PROMPT_PATHS, prompt_keys
 from .relay import RelayedResponse
 from .request import ReplicaRequest, forwarded_scope
 
 BROADCAST_S = 5.0  # for the results of all replicas
 PROBE_S = 1.0  # /ready needs no key: it calls the replicas at most this often
 MAX_UNSENT_BYTES = 64 << 20  # of all streams together, without the first 16 KiB of each
-PROMPT_PATHS = ("/v1/completions", "/v1/chat/completions")  # no other path computes pages
 
 
 class ReplicaDied(Exception):
@@ -132,15 +131,15 @@ class Gateway:
         salt = scope["state"]["salt"] or b""
         keys: list[bytes] = []
         if scope["path"] in PROMPT_PATHS:
-            keys = await self._hash_prompt(body, salt)
+            keys = await self._hash_prompt(body, salt, scope["path"])
         head = forwarded_scope(scope, salt, get_record(scope).request_id)
         return ReplicaRequest(head, body, keys)
 
-    async def _hash_prompt(self, body: bytes, salt: bytes) -> list[bytes]:
+    async def _hash_prompt(self, body: bytes, salt: bytes, path: str) -> list[bytes]:
         if len(body) <= INLINE_BYTES:
-            return _find_keys(body, salt)
+            return _find_keys(body, salt, path)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, _find_keys, body, salt)
+        return await loop.run_in_executor(self._workers, _find_keys, body, salt, path)
 
     async def _collect(self, request: ReplicaRequest, response: RelayedResponse) -> None:
         """Take the messages of the replica as they come, however slowly the client reads. The
@@ -206,9 +205,9 @@ class Gateway:
 _OWN_PATHS = ("health", "ready", "metrics")  # all others are the replicas'
 
 
-def _find_keys(body: bytes, salt: bytes) -> list[bytes]:
+def _find_keys(body: bytes, salt: bytes, path: str) -> list[bytes]:
     try:
-        return prompt_keys(load(body), salt)
+        return prompt_keys(load(body), salt, path)
     except APIError:  # the replica names the error
         return []
 

@@ -108,6 +108,37 @@ def test_the_official_client_completes_and_streams(replicas):
     assert "clients_gone_total 0.0" in gateway.metrics.render({}, 0).decode()
 
 
+def test_responses_and_embeddings_pass_with_the_keys_of_their_prompts(replicas):
+    with serve(replicas) as (url, _):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        options = {"model": MODEL, "input": "hello " * 50, "max_output_tokens": 9}
+        assert client.responses.create(**options).output_text == "user: hel"
+        stream = client.responses.create(**options, stream=True)
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        assert "".join(texts) == "user: hel"
+        vectors = client.embeddings.create(model=MODEL, input=["hello " * 50, "x"])
+        assert len(vectors.data) == 2
+    chats = [request.keys for request in replicas.requests[:2]]
+    assert chats[0] == chats[1] and len(chats[0]) > 3 and len(replicas.requests[2].keys) > 3
+
+
+def test_a_replica_that_dies_ends_a_stream_of_a_response_with_an_error(replicas):
+    replicas.boom = 3, ReplicaDied()
+    replicas.engines[1].step_s = replicas.engines[0].step_s = 0.02
+    with serve(replicas) as (url, _):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        stream = client.responses.create(model=MODEL, input="a", stream=True)
+        with pytest.raises(openai.APIError, match="the replica of this request died"):
+            list(stream)
+
+
+def test_large_bodies_of_all_paths_are_refused(replicas, ask):
+    with serve(replicas, max_body_bytes=1000) as (url, _):
+        for path in ("/v1/responses", "/v1/embeddings"):
+            assert ask(url, path, {"input": "a" * 2000})[0] == 413
+    assert not replicas.requests
+
+
 def test_headers_pass_both_ways_once(replicas, ask):
     with serve(replicas) as (url, _):
         status, _, headers = ask(url, "/v1/models", **{"X-Request-Id": "mine"})

@@ -38,6 +38,28 @@ def test_a_conversation_continues_its_turns():
     assert common(first, {**first, "tools": [{"type": "function"}]}) == 0
 
 
+def test_a_response_is_a_conversation():
+    """Its instructions come first; a text is the first turn of a list of items."""
+    path, question = "/v1/responses", "first question " * 20
+    keys = lambda **body: prompt_keys(body, b"", path)
+    one = keys(input=question)
+    user, answer = {"role": "user", "content": question}, {"role": "assistant", "content": "a"}
+    assert len(one) > 3 and keys(input=[user, answer])[: len(one)] == one
+    assert prompt_keys({"messages": [user]}) == one  # pages of the same chat
+    brief = keys(input=question, instructions="Be brief. " * 9)
+    assert not set(brief) & set(one)
+    assert brief[0] == keys(input="another", instructions="Be brief. " * 9)[0]
+    assert not set(keys(input=question, tools=[{"type": "function"}])) & set(one)
+
+
+def test_the_input_of_an_embedding_is_a_prompt():
+    path = "/v1/embeddings"
+    assert prompt_keys({"input": "a" * 200}, b"", path) == prompt_keys({"prompt": "a" * 200})
+    ids = list(range(64))
+    for sent in (ids, [ids, [7]]):
+        assert prompt_keys({"input": sent}, b"", path) == prompt_keys({"prompt": ids})
+
+
 def test_tenants_have_no_key_in_common():
     body = {"prompt": "a" * 640}
     assert common(body, body, (b"one", b"two")) == 0
@@ -64,6 +86,12 @@ def test_a_long_prompt_has_few_keys():
 )
 def test_a_body_without_a_valid_prompt_has_no_keys(body):
     assert prompt_keys(body) == []
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
+@pytest.mark.parametrize("sent", [None, 5, {}, [], [None], [0.5], [2**70], "", {"input": "a"}])
+def test_an_invalid_input_has_no_keys(path, sent):
+    assert prompt_keys({"input": sent, "instructions": 5, "tools": 7}, b"", path) == []
 
 
 def test_chains_are_those_of_the_cache():
