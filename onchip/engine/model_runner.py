@@ -20,6 +20,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from onchip.engine.cascade import MOST_TOKENS, BatchRows, CascadeStep, make_planner
 from onchip.engine.cpu_threads import StepThreads
 from onchip.engine.cuda_graphs import StepGraphs, fill_in_sampled
 from onchip.engine.request import Request, Sample, SampledToken
@@ -39,6 +40,7 @@ _PROMPT_ROWS = 256  # rows of prompt logits that exist at a time: each is vocab_
 class InFlightStep:
     """A step queued on the device, and its results. event: set when the results have arrived on the
     host; None on the CPU, where they are complete at once. prompts: prompt logprobs by request.
+    unread_tokens: keys that each layer did not read again (cascade.py); 0 without a cascade.
     """
 
     step: ScheduledStep
@@ -46,6 +48,7 @@ class InFlightStep:
     prompts: Sequence[tuple[Request, SamplerOutput]]
     event: "torch.cuda.Event | None"
     launched_at: float
+    unread_tokens: int = 0
 
     def wait(self) -> None:
         if self.event is not None:
@@ -57,10 +60,12 @@ class ModelRunner:
 
     Sampled tokens stay on the device, where the next step reads them. Steps must therefore be
     launched in order, and a sample with an unknown last token may only be in the next step. graphs:
-    replay steps from CUDA graphs where `StepGraphs` has one (native decoders on a GPU).
+    replay steps from CUDA graphs where `StepGraphs` has one (native decoders on a GPU). cascade:
+    "auto" reads the pages that sequences share once where this is predicted to save time, "always"
+    wherever two share a page, "off" never.
     """
 
-    def __init__(self, model: Model, cache: KVCache, graphs: bool = True):
+    def __init__(self, model: Model, cache: KVCache, graphs: bool = True, cascade: str = "auto"):
         self._model, self._cache, self._device = model, cache, cache.device
         self._last_tokens = torch.zeros(cache.max_seqs, dtype=torch.int64, device=cache.device)
         self._metadata_cache, self._threads = (
@@ -69,7 +74,10 @@ class ModelRunner:
         )
         # Modules of transformers may branch on tensor values, which a graph cannot record.
         replayed = graphs and isinstance(model, Decoder) and cache.device.type == "cuda"
-        self._graphs = StepGraphs(model, cache, self._last_tokens) if replayed else None
+        self._cascade = make_planner(model, cache, cascade)
+        self._graphs = (
+            StepGraphs(model, cache, self._last_tokens, self._cascade) if replayed else None
+        )
 
     @torch.inference_mode()
     def warm_up(self, most_tokens: int) -> None:
@@ -106,22 +114,33 @@ class ModelRunner:
         # A graph reads pages only: the segments of offloaded pages are copied by the host's code.
         graphs = None if self._reads_host(step) else self._graphs
         if graphs is not None and _is_decode_only(step):
-            hidden = graphs.replay(step, _int32_tensor(_token_ids(step.chunks)))
+            shared = graphs.plan(_batch_rows(step), is_decode_only=True)
+            hidden = graphs.replay(step, _int32_tensor(_token_ids(step.chunks)), shared)
         elif (
             graphs is not None
             and graphs.has_graph_for(step.num_tokens)
             and len(step.rows_to_sample) <= self._cache.max_seqs  # drafts may have more rows
             and not _needs_prompt_logprobs(step)
         ):
-            words = _int32_tensor(_token_ids(step.chunks) + _logit_rows(step))
-            hidden = graphs.replay_mixed(
-                step, *words.split([step.num_tokens, len(step.rows_to_sample)])
-            )
+            shared = graphs.plan(_batch_rows(step), is_decode_only=False)
+            numbers = _int32_tensor(_token_ids(step.chunks) + _logit_rows(step))
+            ids, rows = numbers.split([step.num_tokens, len(step.rows_to_sample)])
+            hidden = graphs.replay_mixed(step, ids, rows, shared)
         else:
-            hidden, prompts = self._forward(step)
+            shared = self._plan_cascade(step)
+            hidden, prompts = self._forward(step, shared)
         if step.rows_to_sample:
             sampled = self._sample(hidden, step)
-        return self._copy_results(InFlightStep(step, sampled, prompts, None, started))
+        unread_tokens = 0 if shared is None else shared.unread_tokens
+        return self._copy_results(
+            InFlightStep(step, sampled, prompts, None, started, unread_tokens)
+        )
+
+    def _plan_cascade(self, step: ScheduledStep) -> CascadeStep | None:
+        """The cascade of an eager step. Steps that read host memory have none."""
+        if self._cascade is None or step.num_tokens > MOST_TOKENS or self._reads_host(step):
+            return None
+        return self._cascade.plan(_batch_rows(step))
 
     def collect(self, in_flight: InFlightStep) -> list[SampledToken]:
         """Wait for the sampled tokens, in the order of `step.rows_to_sample`."""
@@ -136,11 +155,17 @@ class ModelRunner:
         """Whether a sequence of the step has pages in host memory."""
         return bool(self._cache.offload_pages) and any([s.host_tokens for s in step.sequences])
 
-    def _forward(self, step: ScheduledStep) -> tuple[Tensor, list[tuple[Request, SamplerOutput]]]:
+    def _forward(
+        self, step: ScheduledStep, shared: CascadeStep | None
+    ) -> tuple[Tensor, list[tuple[Request, SamplerOutput]]]:
         """Hidden states of the rows to sample (forks share one), and requested prompt logprobs."""
         tokens, rows, ends = _token_ids(step.chunks), _logit_rows(step), _chunk_ends(step.chunks)
-        batch = self._cache.view(step.sequences, extra=_int32_tensor(tokens + rows))
-        ids, at = batch.extra.split([len(tokens), len(rows)])
+        extra = _int32_tensor(tokens + rows)
+        extra = extra if shared is None else torch.cat([extra, shared.numbers])
+        batch = self._cache.view(step.sequences, extra=extra)
+        ids, at, numbers = batch.extra.tensor_split([len(tokens), len(tokens) + len(rows)])
+        if shared is not None:
+            batch = batch.share(numbers, shared.shape, self._cache.spec.page_size)
         if min(tokens) < 0:
             ids = fill_in_sampled(ids, self._last_tokens)
         requested = [
@@ -217,6 +242,11 @@ def _is_decode_only(step: ScheduledStep) -> bool:
     """Each chunk has one token and one sampled row, so hidden states are the rows to sample."""
     chunks = step.chunks
     return step.num_tokens == len(chunks) and all([len(chunk.sampled_by) == 1 for chunk in chunks])
+
+
+def _batch_rows(step: ScheduledStep) -> BatchRows:
+    counts = [chunk.stop - chunk.start for chunk in step.chunks]
+    return BatchRows(step.sequences, counts, (len(counts), step.num_tokens))
 
 
 def _token_ids(chunks: Sequence[Chunk]) -> list[int]:

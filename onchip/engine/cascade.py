@@ -1,0 +1,240 @@
+"""Which sequences of a step read their shared pages together: the cascade of a step.
+
+    prefix tree of the cache      groups of this batch       slots of R queries
+    [1 2]---[3 4]--- a, b    ->   {a, b}: 4 pages       ->   a b . .
+        \\---[5]----- c            or {a, b, c}: 2 pages      (padded for a CUDA graph)
+
+One level: a sequence is in one group, and reads the rest of its pages by itself. Groups are chosen
+by the cost model of onchip/cost/prefixes.py. They change when a sequence enters or leaves the batch
+or loses pages; until then a step uses the numbers of the one before, and compares two lists.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.cost.prefixes import PrefixCosts, costs
+from onchip.kvcache import KVCache
+from onchip.kvcache.prefix_tree import PrefixNode
+from onchip.kvcache.shared_prefixes import SharedShape, SharedSlot, pack_slots
+from onchip.models import Decoder, Model
+
+MODES = ("auto", "off", "always")
+# A sequence with more new tokens is a prompt: its products take longer than reading its pages.
+MOST_ROWS = 16
+# Steps with more tokens leave shared pages alone: the unrounded outputs would need memory, and such
+# a step computes longer than it reads.
+MOST_TOKENS = 2048
+_EAGER_SLOTS = 64
+_MORE_SLOTS = 3  # of the graphs for several groups, beyond those that hold all queries
+
+
+class CascadeStep(NamedTuple):
+    """The cascade of a step. numbers: of `pack_slots`, int32 on the host. unread_tokens: keys that
+    the step does not read again, in each layer that reads shared pages once.
+    """
+
+    shape: SharedShape
+    numbers: Tensor
+    unread_tokens: int
+
+
+class BatchRows(NamedTuple):
+    """The sequences of a step and their new tokens. padded: (sequences, tokens) of the batch on the
+    device, which may be larger.
+    """
+
+    sequences: list[Any]
+    counts: list[int]
+    padded: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class PrefixGroup:
+    """Sequences of a batch, by index, that read their first pages together. saved_s: predicted
+    seconds of a layer, without what all groups cost together.
+    """
+
+    members: list[int]
+    pages: int
+    saved_s: float
+
+
+class CascadePlanner:
+    """Finds the cascade of each step of a model. mode: "auto" where the cost model predicts that it
+    saves time, "always" wherever two sequences share a page.
+    """
+
+    def __init__(self, model: Model, cache: KVCache, mode: str = "auto"):
+        self._cache, self._always = cache, mode == "always"
+        self._costs = _find_costs(model, cache)
+        self._last: tuple[BatchRows, int, Sequence[SharedShape]] | None = None
+        self._step: CascadeStep | None = None
+
+    def graph_shapes(self, num_rows: int) -> list[SharedShape]:
+        """The shapes that graphs of num_rows queries have: for one group, and for several."""
+        rows = min(num_rows, self._costs.occupancy.tile_queries)
+        slots = -(-num_rows // rows)
+        return [self._shape(slots, rows), self._shape(slots + _MORE_SLOTS, rows)]
+
+    def plan(self, batch: BatchRows, shapes: Sequence[SharedShape] = ()) -> CascadeStep | None:
+        """The cascade of a step, None for none. shapes: those with a graph, smallest first; without
+        any, the smallest that holds the groups is used.
+        """
+        tree = self._cache.prefix_tree
+        if self._last == (batch, tree.version, shapes):
+            return self._step
+        few = [s for s, count in zip(batch.sequences, batch.counts, strict=True) if _is_few(count)]
+        self._cache.track_prefixes(few)
+        self._step = self._plan(batch, shapes) if tree.has_shared else None
+        self._last = batch, tree.version, shapes
+        return self._step
+
+    def _plan(self, batch: BatchRows, shapes: Sequence[SharedShape]) -> CascadeStep | None:
+        groups = self._choose_groups(batch)
+        if not groups:
+            return None
+        num_members = sum([len(group.members) for group in groups])
+        for shape in shapes or [self._eager_shape(groups, batch.counts)]:
+            slots, placed = _fill_slots(groups, batch.counts, shape)
+            if sum([len(group.members) for group in placed]) == num_members:
+                break
+        return self._pack(slots, placed, batch, shape)
+
+    def _pack(
+        self,
+        slots: list[SharedSlot],
+        groups: list[PrefixGroup],
+        batch: BatchRows,
+        shape: SharedShape,
+    ) -> CascadeStep | None:
+        """None if these groups do not pay for their call."""
+        num_seqs, num_tokens = batch.padded
+        saved_s = sum(group.saved_s for group in groups)
+        num_rows = shape.slots * shape.rows
+        if not groups or saved_s <= self._overhead_s(num_tokens, num_rows, shape.segments):
+            return None
+        own_from = [0] * num_seqs
+        for group in groups:
+            for member in group.members:
+                own_from[member] = group.pages
+        numbers = array("i", pack_slots(slots, own_from, shape, num_tokens))
+        unread = sum((len(group.members) - 1) * group.pages for group in groups)
+        size = self._cache.spec.page_size
+        return CascadeStep(shape, torch.frombuffer(numbers, dtype=torch.int32), unread * size)
+
+    def _overhead_s(self, num_tokens: int, num_rows: int, segments: int) -> float:
+        if self._always:
+            return 0.0
+        price = self._costs
+        moved = num_rows * (price.query + (segments - 1) * price.segment)
+        return price.level + num_tokens * price.partial + moved
+
+    def _saved_s(self, num_members: int, num_rows: int, pages: int) -> float:
+        """Saved by reading these pages once, without the costs in `_overhead_s`."""
+        price = self._costs
+        if self._always:
+            return float((num_members - 1) * pages)
+        exposed = price.occupancy.tiles(num_rows) * price.products - price.first
+        return pages * ((num_members - 1) * price.page - max(0.0, exposed))
+
+    def _choose_groups(self, batch: BatchRows) -> list[PrefixGroup]:
+        """The groups that save most, each with the pages that all of its members share."""
+        below = _members_by_node(self._cache.prefix_tree, batch)
+        nodes = sorted(below, key=lambda node: node.stop)  # ancestors first
+        best = dict.fromkeys(nodes, 0.0)  # of the node and all below it
+        taken: dict[PrefixNode, float] = {}
+        for node in reversed(nodes):
+            rows = sum([batch.counts[i] for i in below[node]])
+            saved_s = self._saved_s(len(below[node]), rows, node.stop)
+            if saved_s > best[node]:
+                best[node] = taken[node] = saved_s
+            if node.parent in best:
+                best[node.parent] += best[node]
+        chosen: set[PrefixNode] = set()
+        for node in nodes:
+            if node in taken and chosen.isdisjoint(node.ancestors()):
+                chosen.add(node)
+        groups = [PrefixGroup(below[node], node.stop, taken[node]) for node in chosen]
+        return sorted(groups, key=lambda group: (-group.saved_s, group.members))
+
+    def _eager_shape(self, groups: Sequence[PrefixGroup], counts: Sequence[int]) -> SharedShape:
+        """The smallest shape for these groups, at most _EAGER_SLOTS slots."""
+        sizes = [sum([counts[i] for i in group.members]) for group in groups]
+        rows = min(max(sizes), max(MOST_ROWS, self._costs.occupancy.tile_queries))
+        slots = sum([-(-size // rows) for size in sizes])
+        return self._shape(min(slots, _EAGER_SLOTS), rows)
+
+    def _shape(self, slots: int, rows: int) -> SharedShape:
+        """As many segments as there are programs for, if the slots fill tiles. Otherwise kernels
+        split the keys by themselves.
+        """
+        occupancy = self._costs.occupancy
+        programs = slots * occupancy.num_kv_heads
+        is_full = 4 * rows >= 3 * occupancy.tile_queries
+        segments = max(1, occupancy.num_programs // programs) if is_full else 1
+        return SharedShape(slots, rows, segments, occupancy.segment_pages if segments > 1 else 1)
+
+
+def make_planner(model: Model, cache: KVCache, mode: str) -> CascadePlanner | None:
+    """None if no step of this model can have a cascade: switched off, or every layer has a
+    window.
+    """
+    if mode not in MODES:
+        raise ValueError(f"cascade={mode!r:.60} must be one of {', '.join(map(repr, MODES))}")
+    windowed = isinstance(model, Decoder) and all(
+        layer.window is not None for layer in model.config.layers
+    )
+    return None if mode == "off" or windowed else CascadePlanner(model, cache, mode)
+
+
+def _find_costs(model: Model, cache: KVCache) -> PrefixCosts:
+    heads = model.config.num_heads, cache.spec.head_dim
+    return costs(torch.empty(1, *heads, dtype=model.dtype, device=cache.device), *cache.layer(0))
+
+
+def _is_few(count: int) -> bool:
+    return count <= MOST_ROWS
+
+
+def _members_by_node(tree: Any, batch: BatchRows) -> dict[PrefixNode, list[int]]:
+    """The sequences of the batch at or below each node that has two of them."""
+    below: dict[PrefixNode, list[int]] = {}
+    for i, (sequence, count) in enumerate(zip(batch.sequences, batch.counts, strict=True)):
+        node = tree.find(sequence) if _is_few(count) else None
+        for each in () if node is None else node.ancestors():
+            below.setdefault(each, []).append(i)
+    return {node: members for node, members in below.items() if len(members) > 1}
+
+
+def _fill_slots(
+    groups: Iterable[PrefixGroup], counts: Sequence[int], shape: SharedShape
+) -> tuple[list[SharedSlot], list[PrefixGroup]]:
+    """The slots of the groups, in order, and the groups that have some: a group for which too few
+    are left has fewer members, or is left out.
+    """
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + count)
+    slots: list[SharedSlot] = []
+    placed = []
+    for group in groups:
+        most = (shape.slots - len(slots)) * shape.rows
+        members, tokens = [], []
+        for i in group.members:
+            if len(tokens) + counts[i] <= most:
+                members.append(i)
+                tokens += range(starts[i], starts[i + 1])
+        if len(members) < 2:
+            continue
+        share = (len(members) - 1) / (len(group.members) - 1)
+        placed.append(PrefixGroup(members, group.pages, share * group.saved_s))
+        slots += [
+            SharedSlot(members[0], group.pages, tokens[at : at + shape.rows])
+            for at in range(0, len(tokens), shape.rows)
+        ]
+    return slots, placed
