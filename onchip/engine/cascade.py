@@ -30,7 +30,7 @@ MOST_ROWS = 16
 # a step computes longer than it reads.
 MOST_TOKENS = 2048
 _EAGER_SLOTS = 64
-_MORE_SLOTS = 3  # of the graphs for several groups, beyond those that hold all queries
+_SEVERAL_SLOTS = 4  # least number of a graph for several groups
 
 
 class CascadeStep(NamedTuple):
@@ -79,7 +79,8 @@ class CascadePlanner:
         """The shapes that graphs of num_rows queries have: for one group, and for several."""
         rows = min(num_rows, self._costs.occupancy.tile_queries)
         slots = -(-num_rows // rows)
-        return [self._shape(slots, rows), self._shape(slots + _MORE_SLOTS, rows)]
+        several = max(2 * slots, _SEVERAL_SLOTS)
+        return [self._shape(slots, rows), self._shape(several, rows)]
 
     def plan(self, batch: BatchRows, shapes: Sequence[SharedShape] = ()) -> CascadeStep | None:
         """The cascade of a step, None for none. shapes: those with a graph, smallest first; without
