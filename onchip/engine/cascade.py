@@ -29,7 +29,7 @@ MOST_ROWS = 16
 # Steps with more tokens leave shared pages alone: the unrounded outputs would need memory, and such
 # a step computes longer than it reads.
 MOST_TOKENS = 2048
-_EAGER_SLOTS = 64
+EAGER_SLOTS = 32  # most of a step without a graph
 _SEVERAL_SLOTS = 4  # least number of a graph for several groups
 
 
@@ -164,11 +164,11 @@ class CascadePlanner:
         return sorted(groups, key=lambda group: (-group.saved_s, group.members))
 
     def _eager_shape(self, groups: Sequence[PrefixGroup], counts: Sequence[int]) -> SharedShape:
-        """The smallest shape for these groups, at most _EAGER_SLOTS slots."""
+        """The smallest shape for these groups, at most EAGER_SLOTS slots."""
         sizes = [sum([counts[i] for i in group.members]) for group in groups]
-        rows = min(max(sizes), max(MOST_ROWS, self._costs.occupancy.tile_queries))
+        rows = min(max(sizes), self._costs.occupancy.tile_queries)
         slots = sum([-(-size // rows) for size in sizes])
-        return self._shape(min(slots, _EAGER_SLOTS), rows)
+        return self._shape(min(slots, EAGER_SLOTS), rows)
 
     def _shape(self, slots: int, rows: int) -> SharedShape:
         """As many segments as there are programs for, if the slots fill tiles. Otherwise kernels

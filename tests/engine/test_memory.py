@@ -60,6 +60,13 @@ def test_steps_that_stream_pages_hold_segments_and_unrounded_outputs(tiny):
     assert memory._streaming_bytes(tiny.model(), limits) == 2 * 2**26 + 5 * 100 * 4 * 8 * 4
 
 
+def test_steps_with_a_cascade_hold_unrounded_outputs(tiny):
+    """4 heads over 2, of 8 numbers in fp32; 32 slots of 128 rows for each of the 2."""
+    limits = Limits(256, 100, 4)
+    expected = 2 * (100 * 4 + 32 * 128 * 2) * 8 * 4
+    assert memory._cascade_bytes(tiny.model(), limits) == expected
+
+
 class Device:
     """A GPU as reported by torch.cuda: 2 of 10 GB are used, and the largest step grows torch's
     memory from 100 to 400 MB.
@@ -85,7 +92,8 @@ def test_memory_besides_pages_is_subtracted(tiny, monkeypatch, graphs):
     device, drawn, limits = Device(monkeypatch), [], Limits(250, 64, 12)
     add = Engine.add
     monkeypatch.setattr(Engine, "add", lambda *args: drawn.append(args[2]) or add(*args))
-    room = memory._free_gpu_bytes(tiny.model(), limits, memory.Paging(16), 0.9, graphs)
+    recorded = ExecutionConfig() if graphs else None
+    room = memory._free_gpu_bytes(tiny.model(), limits, memory.Paging(16), 0.9, recorded)
     fixed = device.peak - device.held + 2 * CHUNK_BYTES
     table = 4 * 12 * -(-250 // 16)
     assert room == 9 * 10**9 - 2 * 10**9 - fixed - graphs * (700 * 10**6 + table)

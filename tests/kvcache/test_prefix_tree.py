@@ -10,7 +10,9 @@ from onchip.kvcache.prefix_tree import PrefixTree
 
 
 def num_common(a, b):
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def find_common(tree, a, b):
