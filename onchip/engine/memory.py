@@ -175,9 +175,7 @@ def _cascade_bytes(model: Model, limits: Limits) -> int:
     return num_outputs * model.cache_spec().head_dim_v * wide.itemsize
 
 
-def _graph_bytes(
-    model: Model, limits: Limits, paging: Paging, execution: ExecutionConfig
-) -> int:
+def _graph_bytes(model: Model, limits: Limits, paging: Paging, execution: ExecutionConfig) -> int:
     """Memory of the graphs and of their shared page table."""
     width = -(-limits.max_model_len // paging.page_size)
     pages = 1 + min(width, -(-_TRIAL_TOKENS // paging.page_size))
