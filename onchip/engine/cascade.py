@@ -12,6 +12,7 @@ or loses pages; until then a step uses the numbers of the one before, and compar
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,20 @@ class PrefixGroup:
     saved_s: float
 
 
+class FilledSlots(NamedTuple):
+    """The slots of some groups in a shape. A group for which too few were left has fewer members
+    here, or is left out.
+    """
+
+    shape: SharedShape
+    slots: list[SharedSlot]
+    groups: list[PrefixGroup]
+
+    @property
+    def num_members(self) -> int:
+        return sum([len(group.members) for group in self.groups])
+
+
 class CascadePlanner:
     """Finds the cascade of each step of a model. mode: "auto" where the cost model predicts that it
     saves time, "always" wherever two sequences share a page.
@@ -83,8 +98,8 @@ class CascadePlanner:
         return [self._shape(slots, rows), self._shape(several, rows)]
 
     def plan(self, batch: BatchRows, shapes: Sequence[SharedShape] = ()) -> CascadeStep | None:
-        """The cascade of a step, None for none. shapes: those with a graph, smallest first; without
-        any, the smallest that holds the groups is used.
+        """The cascade of a step, None for none. shapes: the shapes with a graph, smallest first;
+        without any, the smallest that holds the groups is used.
         """
         tree = self._cache.prefix_tree
         if self._last == (batch, tree.version, shapes):
@@ -99,25 +114,20 @@ class CascadePlanner:
         groups = self._choose_groups(batch)
         if not groups:
             return None
+        shapes = shapes or [self._eager_shape(groups, batch.counts)]
+        fillings = (_fill_slots(groups, batch.counts, shape) for shape in shapes)
+        filled = next(fillings)
         num_members = sum([len(group.members) for group in groups])
-        for shape in shapes or [self._eager_shape(groups, batch.counts)]:
-            slots, placed = _fill_slots(groups, batch.counts, shape)
-            if sum([len(group.members) for group in placed]) == num_members:
-                break
-        return self._pack(slots, placed, batch, shape)
+        while filled.num_members < num_members and (larger := next(fillings, None)) is not None:
+            filled = larger
+        return self._pack(filled, batch)
 
-    def _pack(
-        self,
-        slots: list[SharedSlot],
-        groups: list[PrefixGroup],
-        batch: BatchRows,
-        shape: SharedShape,
-    ) -> CascadeStep | None:
-        """None if these groups do not pay for their call."""
+    def _pack(self, filled: FilledSlots, batch: BatchRows) -> CascadeStep | None:
+        """None if the groups do not pay for their call."""
         num_seqs, num_tokens = batch.padded
+        shape, slots, groups = filled
         saved_s = sum(group.saved_s for group in groups)
-        num_rows = shape.slots * shape.rows
-        if not groups or saved_s <= self._overhead_s(num_tokens, num_rows, shape.segments):
+        if not groups or saved_s <= self._overhead_s(num_tokens, shape):
             return None
         own_from = [0] * num_seqs
         for group in groups:
@@ -128,11 +138,14 @@ class CascadePlanner:
         size = self._cache.spec.page_size
         return CascadeStep(shape, torch.frombuffer(numbers, dtype=torch.int32), unread * size)
 
-    def _overhead_s(self, num_tokens: int, num_rows: int, segments: int) -> float:
+    def _overhead_s(self, num_tokens: int, shape: SharedShape) -> float:
+        """Seconds of a layer that all groups cost together: the call, its queries with padding, the
+        partial results of all tokens.
+        """
         if self._always:
             return 0.0
         price = self._costs
-        moved = num_rows * (price.query + (segments - 1) * price.segment)
+        moved = shape.slots * shape.rows * (price.query + (shape.segments - 1) * price.segment)
         return price.level + num_tokens * price.partial + moved
 
     def _saved_s(self, num_members: int, num_rows: int, pages: int) -> float:
@@ -199,6 +212,7 @@ def _find_costs(model: Model, cache: KVCache) -> PrefixCosts:
 
 
 def _is_few(count: int) -> bool:
+    """Whether a sequence with so many new tokens may be in a group."""
     return count <= MOST_ROWS
 
 
@@ -214,28 +228,22 @@ def _members_by_node(tree: Any, batch: BatchRows) -> dict[PrefixNode, list[int]]
 
 def _fill_slots(
     groups: Iterable[PrefixGroup], counts: Sequence[int], shape: SharedShape
-) -> tuple[list[SharedSlot], list[PrefixGroup]]:
-    """The slots of the groups, in order, and the groups that have some: a group for which too few
-    are left has fewer members, or is left out.
-    """
-    starts = [0]
-    for count in counts:
-        starts.append(starts[-1] + count)
-    slots: list[SharedSlot] = []
-    placed = []
+) -> FilledSlots:
+    """Give slots to the groups, in order."""
+    starts = list(accumulate(counts, initial=0))
+    filled = FilledSlots(shape, [], [])
     for group in groups:
-        most = (shape.slots - len(slots)) * shape.rows
+        free_rows = (shape.slots - len(filled.slots)) * shape.rows
         members, tokens = [], []
         for i in group.members:
-            if len(tokens) + counts[i] <= most:
+            if len(tokens) + counts[i] <= free_rows:
                 members.append(i)
                 tokens += range(starts[i], starts[i + 1])
         if len(members) < 2:
             continue
         share = (len(members) - 1) / (len(group.members) - 1)
-        placed.append(PrefixGroup(members, group.pages, share * group.saved_s))
-        slots += [
-            SharedSlot(members[0], group.pages, tokens[at : at + shape.rows])
-            for at in range(0, len(tokens), shape.rows)
-        ]
-    return slots, placed
+        filled.groups.append(PrefixGroup(members, group.pages, share * group.saved_s))
+        for at in range(0, len(tokens), shape.rows):
+            queries = tokens[at : at + shape.rows]
+            filled.slots.append(SharedSlot(members[0], group.pages, queries))
+    return filled

@@ -28,7 +28,7 @@ class PrefixNode:
         return self.start + len(self.pages)
 
     def ancestors(self) -> Iterator["PrefixNode"]:
-        """This node and those above it, without the root."""
+        """This node and all nodes above it, without the root."""
         node = self
         while node.parent is not None:
             yield node
@@ -139,7 +139,7 @@ def _prune(node: PrefixNode) -> None:
 
 
 def _common_length(run: list[int], pages: list[int], at: int) -> int:
-    """How many pages of `run` equal those of `pages` from `at` on. Slices compare in C."""
+    """How many pages of `run` equal the pages of `pages` from `at` on. Slices compare in C."""
     most = min(len(run), len(pages) - at)
     if run[:most] == pages[at : at + most]:
         return most

@@ -90,8 +90,8 @@ def share_prefixes(
     shape: SharedShape,
     page_size: int,
 ) -> SharedPrefixes:
-    """Tables and lengths of a step, from those of all pages: on their device, without waiting for
-    it.
+    """Tables and lengths of a step, from the tables of all its pages: on their device, without
+    waiting for it.
     """
     num_seqs, width = page_table.shape
     num_tokens = numbers.shape[0] - shape.num_numbers(num_seqs, 0)

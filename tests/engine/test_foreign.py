@@ -1,12 +1,15 @@
 """A transformers model in an engine gives the tokens of transformers."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 
 from onchip import LLM, BeamSearchParams, SamplingParams, UnsupportedError
 from onchip.cli import main
+from onchip.engine import ExecutionConfig
+from onchip.engine import llm as llm_module
 from tests.models import foreign_models
 
 PROMPTS = [[5, 9, 5, 7], list(range(10, 41)), [3], [*range(20, 31)], [*range(10, 33), 90]]
@@ -64,6 +67,19 @@ def test_pages_in_host_memory_change_no_token(saved):
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert llm.stats().pages_streamed > 0
     assert token_ids_of(outputs) == expected("gpt_oss")
+
+
+def test_shared_pages_that_are_read_once_change_no_token(saved, monkeypatch):
+    """Sinks count once, layers with a window read all pages."""
+    monkeypatch.setattr(llm_module, "ExecutionConfig", partial(_with_cascade, "always"))
+    with serve(saved("gpt_oss")) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert llm.stats().cascade_steps > 0
+    assert token_ids_of(outputs) == expected("gpt_oss")
+
+
+def _with_cascade(mode, **options):
+    return ExecutionConfig(**options | {"cascade": mode})
 
 
 @torch.no_grad()

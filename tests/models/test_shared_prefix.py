@@ -196,7 +196,7 @@ def rmse(got, exact):
 )
 def test_the_shapes_of_graphs_on_a_gpu(num_seqs, shape, kv_format):
     """bf16, pages of 16, 16 heads over 8, 3,040 shared tokens: errors against fp64
-    are those of one call, whichever kernels serve the parts.
+    equal the errors of one call, whichever kernels serve the parts.
     """
     torch.manual_seed(3)
     size, shared_pages, own_pages = 16, 190, 3
