@@ -55,7 +55,7 @@ class BatchRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PrefixGroup:
+class SharedGroup:
     """Sequences of a batch, by index, that read their first pages together. saved_s: predicted
     seconds of a layer, without what all groups cost together.
     """
@@ -72,7 +72,7 @@ class FilledSlots(NamedTuple):
 
     shape: SharedShape
     slots: list[SharedSlot]
-    groups: list[PrefixGroup]
+    groups: list[SharedGroup]
 
     @property
     def num_members(self) -> int:
@@ -156,7 +156,7 @@ class CascadePlanner:
         exposed = price.occupancy.tiles(num_rows) * price.products - price.first
         return pages * ((num_members - 1) * price.page - max(0.0, exposed))
 
-    def _choose_groups(self, batch: BatchRows) -> list[PrefixGroup]:
+    def _choose_groups(self, batch: BatchRows) -> list[SharedGroup]:
         """The groups that save most, each with the pages that all of its members share."""
         below = _members_by_node(self._cache.prefix_tree, batch)
         nodes = sorted(below, key=lambda node: node.stop)  # ancestors first
@@ -173,10 +173,10 @@ class CascadePlanner:
         for node in nodes:
             if node in taken and chosen.isdisjoint(node.ancestors()):
                 chosen.add(node)
-        groups = [PrefixGroup(below[node], node.stop, taken[node]) for node in chosen]
+        groups = [SharedGroup(below[node], node.stop, taken[node]) for node in chosen]
         return sorted(groups, key=lambda group: (-group.saved_s, group.members))
 
-    def _eager_shape(self, groups: Sequence[PrefixGroup], counts: Sequence[int]) -> SharedShape:
+    def _eager_shape(self, groups: Sequence[SharedGroup], counts: Sequence[int]) -> SharedShape:
         """The smallest shape for these groups, at most EAGER_SLOTS slots."""
         sizes = [sum([counts[i] for i in group.members]) for group in groups]
         rows = min(max(sizes), self._costs.occupancy.tile_queries)
@@ -227,7 +227,7 @@ def _members_by_node(tree: Any, batch: BatchRows) -> dict[PrefixNode, list[int]]
 
 
 def _fill_slots(
-    groups: Iterable[PrefixGroup], counts: Sequence[int], shape: SharedShape
+    groups: Iterable[SharedGroup], counts: Sequence[int], shape: SharedShape
 ) -> FilledSlots:
     """Give slots to the groups, in order."""
     starts = list(accumulate(counts, initial=0))
@@ -242,7 +242,7 @@ def _fill_slots(
         if len(members) < 2:
             continue
         share = (len(members) - 1) / (len(group.members) - 1)
-        filled.groups.append(PrefixGroup(members, group.pages, share * group.saved_s))
+        filled.groups.append(SharedGroup(members, group.pages, share * group.saved_s))
         for at in range(0, len(tokens), shape.rows):
             queries = tokens[at : at + shape.rows]
             filled.slots.append(SharedSlot(members[0], group.pages, queries))
