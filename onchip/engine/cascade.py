@@ -22,7 +22,7 @@ from onchip.cost.prefixes import PrefixCosts, costs
 from onchip.kvcache import KVCache
 from onchip.kvcache.prefix_tree import PrefixNode
 from onchip.kvcache.shared_prefixes import SharedShape, SharedSlot, pack_slots
-from onchip.models import Decoder, Model
+from onchip.models import Model
 
 MODES = ("auto", "off", "always")
 # A sequence with more new tokens is a prompt: its products take longer than reading its pages.
@@ -112,7 +112,8 @@ class CascadePlanner:
 
     def _plan(self, batch: BatchRows, shapes: Sequence[SharedShape]) -> CascadeStep | None:
         groups = self._choose_groups(batch)
-        if not groups:
+        saved_s = sum([group.saved_s for group in groups])
+        if not groups or saved_s <= self._overhead_s(batch.padded[1]):
             return None
         shapes = shapes or [self._eager_shape(groups, batch.counts)]
         fillings = (_fill_slots(groups, batch.counts, shape) for shape in shapes)
@@ -138,15 +139,17 @@ class CascadePlanner:
         size = self._cache.spec.page_size
         return CascadeStep(shape, torch.frombuffer(numbers, dtype=torch.int32), unread * size)
 
-    def _overhead_s(self, num_tokens: int, shape: SharedShape) -> float:
-        """Seconds of a layer that all groups cost together: the call, its queries with padding, the
-        partial results of all tokens.
+    def _overhead_s(self, num_tokens: int, shape: SharedShape | None = None) -> float:
+        """Seconds of a layer that all groups cost together: the call, the partial results of all
+        tokens, and its queries in a shape, with padding.
         """
         if self._always:
             return 0.0
         price = self._costs
+        if shape is None:
+            return price.level + num_tokens * price.partial
         moved = shape.slots * shape.rows * (price.query + (shape.segments - 1) * price.segment)
-        return price.level + num_tokens * price.partial + moved
+        return self._overhead_s(num_tokens) + moved
 
     def _saved_s(self, num_members: int, num_rows: int, pages: int) -> float:
         """Saved by reading these pages once, without the costs in `_overhead_s`."""
@@ -200,10 +203,8 @@ def make_planner(model: Model, cache: KVCache, mode: str) -> CascadePlanner | No
     """
     if mode not in MODES:
         raise ValueError(f"cascade={mode!r:.60} must be one of {', '.join(map(repr, MODES))}")
-    windowed = isinstance(model, Decoder) and all(
-        layer.window is not None for layer in model.config.layers
-    )
-    return None if mode == "off" or windowed else CascadePlanner(model, cache, mode)
+    is_windowed = None not in model.windows
+    return None if mode == "off" or is_windowed else CascadePlanner(model, cache, mode)
 
 
 def _find_costs(model: Model, cache: KVCache) -> PrefixCosts:

@@ -302,6 +302,11 @@ class Decoder(nn.Module):
         """The number of parameters of a layer."""
         return sum(weight.numel() for weight in self.layers[0].parameters())
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        return tuple(layer.window for layer in self.config.layers)
+
     def cache_spec(self, page_size: int = 16, kv_dtype: str | None = None) -> Spec:
         """Pages for the keys and values of this model, on its device and in its dtype, or in 8 bits
         with kv_dtype "fp8" or "int8".
