@@ -111,24 +111,24 @@ class CascadePlanner:
         return self._step
 
     def _plan(self, batch: BatchRows, shapes: Sequence[SharedShape]) -> CascadeStep | None:
-        groups = self._choose_groups(batch)
+        below = _members_by_node(self._cache.prefix_tree, batch)
+        groups = self._choose_groups(below, batch.counts)
         saved_s = sum([group.saved_s for group in groups])
         if not groups or saved_s <= self._overhead_s(batch.padded[1]):
             return None
         shapes = shapes or [self._eager_shape(groups, batch.counts)]
-        fillings = (_fill_slots(groups, batch.counts, shape) for shape in shapes)
-        filled = next(fillings)
-        num_members = sum([len(group.members) for group in groups])
-        while filled.num_members < num_members and (larger := next(fillings, None)) is not None:
-            filled = larger
+        filled = _fill_first(groups, batch.counts, shapes)
+        if filled.num_members < sum([len(group.members) for group in groups]):
+            # Many small groups, too few slots: their common prefixes may save more.
+            wide = self._groups_of(_topmost(below), below, batch.counts)
+            filled = max(filled, _fill_first(wide, batch.counts, shapes), key=_sum_saved_s)
         return self._pack(filled, batch)
 
     def _pack(self, filled: FilledSlots, batch: BatchRows) -> CascadeStep | None:
         """None if the groups do not pay for their call."""
         num_seqs, num_tokens = batch.padded
         shape, slots, groups = filled
-        saved_s = sum(group.saved_s for group in groups)
-        if not groups or saved_s <= self._overhead_s(num_tokens, shape):
+        if not groups or _sum_saved_s(filled) <= self._overhead_s(num_tokens, shape):
             return None
         own_from = [0] * num_seqs
         for group in groups:
@@ -159,25 +159,40 @@ class CascadePlanner:
         exposed = price.occupancy.tiles(num_rows) * price.products - price.first
         return pages * ((num_members - 1) * price.page - max(0.0, exposed))
 
-    def _choose_groups(self, batch: BatchRows) -> list[SharedGroup]:
-        """The groups that save most, each with the pages that all of its members share."""
-        below = _members_by_node(self._cache.prefix_tree, batch)
+    def _choose_groups(
+        self, below: dict[PrefixNode, list[int]], counts: Sequence[int]
+    ) -> list[SharedGroup]:
+        """The groups that save most. below: the members of each node."""
         nodes = sorted(below, key=lambda node: node.stop)  # ancestors first
-        best = dict.fromkeys(nodes, 0.0)  # of the node and all below it
-        taken: dict[PrefixNode, float] = {}
+        groups = {node: self._group(node, below[node], counts) for node in nodes}
+        best = dict.fromkeys(nodes, 0.0)  # saved by the node, or by nodes below it
+        taken: set[PrefixNode] = set()
         for node in reversed(nodes):
-            rows = sum([batch.counts[i] for i in below[node]])
-            saved_s = self._saved_s(len(below[node]), rows, node.stop)
-            if saved_s > best[node]:
-                best[node] = taken[node] = saved_s
+            if groups[node].saved_s > best[node]:
+                best[node] = groups[node].saved_s
+                taken.add(node)
             if node.parent in best:
                 best[node.parent] += best[node]
         chosen: set[PrefixNode] = set()
         for node in nodes:
             if node in taken and chosen.isdisjoint(node.ancestors()):
                 chosen.add(node)
-        groups = [SharedGroup(below[node], node.stop, taken[node]) for node in chosen]
+        return self._groups_of(chosen, below, counts)
+
+    def _groups_of(
+        self,
+        nodes: Iterable[PrefixNode],
+        below: dict[PrefixNode, list[int]],
+        counts: Sequence[int],
+    ) -> list[SharedGroup]:
+        """The groups of these nodes that save time, most first."""
+        groups = [self._group(node, below[node], counts) for node in nodes]
+        groups = [group for group in groups if group.saved_s > 0]
         return sorted(groups, key=lambda group: (-group.saved_s, group.members))
+
+    def _group(self, node: PrefixNode, members: list[int], counts: Sequence[int]) -> SharedGroup:
+        num_rows = sum([counts[i] for i in members])
+        return SharedGroup(members, node.stop, self._saved_s(len(members), num_rows, node.stop))
 
     def _eager_shape(self, groups: Sequence[SharedGroup], counts: Sequence[int]) -> SharedShape:
         """The smallest shape for these groups, at most EAGER_SLOTS slots."""
@@ -225,6 +240,25 @@ def _members_by_node(tree: Any, batch: BatchRows) -> dict[PrefixNode, list[int]]
         for each in () if node is None else node.ancestors():
             below.setdefault(each, []).append(i)
     return {node: members for node, members in below.items() if len(members) > 1}
+
+
+def _topmost(below: dict[PrefixNode, list[int]]) -> list[PrefixNode]:
+    return [node for node in below if node.parent not in below]
+
+
+def _fill_first(
+    groups: Sequence[SharedGroup], counts: Sequence[int], shapes: Sequence[SharedShape]
+) -> FilledSlots:
+    """The slots of the groups in the first shape that holds all members, or in the last."""
+    fillings = (_fill_slots(groups, counts, shape) for shape in shapes)
+    filled, num_members = next(fillings), sum([len(group.members) for group in groups])
+    while filled.num_members < num_members and (larger := next(fillings, None)) is not None:
+        filled = larger
+    return filled
+
+
+def _sum_saved_s(filled: FilledSlots) -> float:
+    return sum([group.saved_s for group in filled.groups])
 
 
 def _fill_slots(

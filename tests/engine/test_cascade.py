@@ -120,6 +120,22 @@ def test_a_graph_with_too_few_slots_leaves_members_out():
     assert planner.plan(alone, shapes).shape == shapes[0]
 
 
+def test_many_small_groups_give_way_to_their_common_prefix():
+    """12 pairs share 10 pages each, all of them the first 4: 12 * 10 > 23 * 4, but only some pairs
+    have a slot.
+    """
+    cache = make_cache(num_pages=900)
+    sequences = []
+    for i in range(12):
+        leader = open_computed(cache, [*range(16), *[100 + i] * 25])
+        sequences += [leader, cache.fork(leader)]
+    planner = planner_of(cache)
+    shapes = planner.graph_shapes(24)
+    step = planner.plan(rows_of(sequences)._replace(padded=(32, 32)), shapes)
+    assert unpack(step, 32)[-1] == [4] * 24 + [0] * 8 and step.shape == shapes[0]
+    assert unpack(planner_of(cache).plan(rows_of(sequences)), 24)[-1] == [10] * 24
+
+
 def test_a_step_with_the_same_sequences_plans_nothing(monkeypatch):
     """Sequences grow; groups change when one enters, leaves or loses pages."""
     cache = make_cache()
