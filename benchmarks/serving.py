@@ -11,6 +11,7 @@ temperature 0.6. Parts (`--only`):
               and by the estimated cheaper of the two; against `throughput`
   allocation  one budget of pages, used in three ways: the longest request reserved for each, the
               same in batches that run until their last member ends, and pages
+  samples     64 samples of one prompt of 16,384 tokens, with the cascade and without it
   peers       `transformers`, static and continuous batching, on a part of the workload
   http        an open loop against `onchip serve` on the CPU, only if chosen by name
   crowd       1,000 clients that send requests all the time; likewise
@@ -32,7 +33,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import serving_http, serving_peers
+from benchmarks import serving_http, serving_peers, serving_samples
 from benchmarks.step import QWEN3
 from benchmarks.workload import Ran, Roofline, Workload, serve, warm_up
 from onchip.cli.bench import gpu
@@ -65,7 +66,7 @@ TINY = QWEN3 | {
     "max_position_embeddings": 512,
 }
 HTTP = {"http": serving_http.measure, "crowd": serving_http.crowd}  # on the CPU
-PARTS = ("throughput", "ready", "capped", "allocation", "peers", "llama", *HTTP)
+PARTS = ("throughput", "ready", "capped", "allocation", "samples", "peers", "llama", *HTTP)
 READY = "ready"  # what the process says
 CAP = 0.4  # of the pages that the workload holds at its peak
 WAYS = ("auto", "swap", "recompute")
@@ -96,6 +97,14 @@ THRESHOLDS = (
         at_most=35,
         measure=_most("lost"),
         unit="%",
+    ),
+    Threshold(
+        "64 samples of a prompt of 16,384 tokens",
+        _of("samples", "qwen3-0.6b", "cascade"),
+        at_least=3,
+        measure=_least("ratio"),
+        unit="x",
+        optional=True,  # results before 2026-11-18 have no such row
     ),
 )
 
@@ -217,6 +226,8 @@ def steps(session: Session) -> Iterator[gpu.Step]:
     if "allocation" in parts:
         for policy in POLICIES:
             yield f"{qwen3.name}, {policy}", partial(allocation, qwen3, policy)
+    if "samples" in parts:
+        yield f"{qwen3.name}, samples", partial(samples, qwen3)
     if "peers" in parts:
         yield f"{qwen3.name}, peers", partial(peers, qwen3)
     if "llama" in parts:
@@ -284,6 +295,18 @@ def allocation(setting: Setting, policy: str) -> list[Row]:
     with setting.llm(num_pages=pages, max_num_seqs=seats) as llm:
         row = setting.row("allocation", policy, llm, groups)
     return [row | {"seats": seats, "reserved_tokens": length if policy != "paged" else 0}]
+
+
+def samples(setting: Setting) -> list[Row]:
+    """Many samples of one long prompt; the quick model has longer positions here."""
+    load, model = serving_samples.SamplesLoad(), setting.model
+    if setting.session.quick:
+        load = serving_samples.QUICK
+        config = ModelConfig.from_hf(
+            setting.fields | {"max_position_embeddings": load.max_model_len}
+        )
+        model = random_model(config, device=setting.device, dtype=setting.dtype)
+    return serving_samples.measure(setting.session, setting.name, model, setting.kv_dtype, load)
 
 
 def peers(setting: Setting) -> list[Row]:

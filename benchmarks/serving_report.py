@@ -85,6 +85,30 @@ def peers_sheet(rows: list[Row]) -> Sheet:
     return heads, body
 
 
+def samples_sheet(rows: list[Row]) -> Sheet:
+    """Many samples of one prompt; ratios are to the row without a cascade."""
+    heads = ["model", "samples", "prompt", "shared pages", "tokens/s", "ratio"]
+    heads += ["decoding", "ratio", "first tokens", "steps with a cascade"]
+    ratio = lambda value: "" if value is None else f"{value:.2f}"
+    body = [
+        [
+            row["mask"],
+            f"{row['batch']}",
+            f"{row['seqlen']:,}",
+            "read once" if row["cascade_steps"] else "read by each",
+            f"{row['value']:,.0f}",
+            ratio(row["ratio"]),
+            f"{row['decode_per_s']:,.0f}",
+            ratio(row.get("decode_ratio")),
+            f"{row['first_token_ms']:,.0f} ms",
+            f"{row['cascade_steps']:,} of {row['steps']:,}",
+        ]
+        for row in rows
+        if row["bench"] == "samples"
+    ]
+    return heads, body
+
+
 def http_sheet(rows: list[Row]) -> Sheet:
     heads = ["load", "s", "answered", "tokens/s", "first token", "then"]
     heads += ["fairness", "MiB at the end", "grown by"]
@@ -124,11 +148,13 @@ def _percent(share: float | None) -> str:
 SHEETS: Sheets = {
     "served": served_sheet,
     "allocation": allocation_sheet,
+    "samples": samples_sheet,
     "peers": peers_sheet,
     "http": http_sheet,
 }
 TITLES = {
     "allocation": "One budget of pages, by who may have them",
+    "samples": "Many samples of one prompt",
     "peers": "A part of the workload, in the same run",
     "http": "A server on the CPU under load",
 }

@@ -385,17 +385,19 @@ def cascade_attention(
     options = {"causal": causal, "softmax_scale": softmax_scale, "softcap": softcap}
     options |= {"sinks": sinks, "out_dtype": out_dtype, "return_lse": return_lse, "kernel": kernel}
     options |= {"k_scales": k_scales, "v_scales": v_scales}
-    kernels = {"merge": _fused_merge(q.device, kernel), "at_once": _attend_at_once}
+    kernels = {"merge": get_level_merge(q.device, kernel), "at_once": _attend_at_once}
     pages = k_pages, v_pages
     return cascade.run(plan, paged_attention, q, pages, own, **kernels, **options)
 
 
-def _fused_merge(device: torch.device, kernel: str | None) -> Callable[..., Any] | None:
-    """The n-way merge in one launch, or None where it cannot run or another kernel is named."""
+def get_level_merge(device: torch.device, kernel: str | None = None) -> Callable[..., Any]:
+    """The merge of a cascade's levels: in one launch, or with torch operations where that cannot
+    run or another kernel is named.
+    """
     if device.type != "cuda" or kernel not in (None, "triton"):
-        return None
+        return cascade.merge_levels
     if not device_info(device).has_triton:
-        return None
+        return cascade.merge_levels
     from onchip.kernels.triton.entry import merge
 
     return merge

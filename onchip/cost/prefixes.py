@@ -27,6 +27,7 @@ from onchip.kernels.tiles import (
     hopper_width,
 )
 
+TILE_ROWS = HOPPER_TILE_ROWS  # queries x heads of a group that a program computes at once
 SEGMENT_KEYS = 512  # four tiles of keys: starting and ending a program takes the time of two
 
 
@@ -190,7 +191,7 @@ def _occupancy(
     return Occupancy(
         1 if splits else hardware.processors,
         num_kv_heads,
-        max(1, HOPPER_TILE_ROWS // group_size),
+        max(1, TILE_ROWS // group_size),
         -(-SEGMENT_KEYS // max(1, page_size)),
         0 if splits else _own_queries(q, k_pages, v_pages),
     )
@@ -230,5 +231,5 @@ def _products(
     if config is not None and not splits:
         step = forward_step(config, width, width_v, hardware, q.dtype)
         clocks = step.response(config.consumers) / (64 * config.consumers * config.tile_n)
-    pairs = HOPPER_TILE_ROWS * page_size * num_kv_heads
+    pairs = TILE_ROWS * page_size * num_kv_heads
     return pairs * clocks / hardware.clock_hz / hardware.processors

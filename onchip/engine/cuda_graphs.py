@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.engine.cascade import BatchRows, CascadePlanner, CascadeStep
 from onchip.engine.step import ScheduledStep
 from onchip.kvcache import BatchShape, KVCache, PagedBatch
+from onchip.kvcache.shared_prefixes import SharedShape
 from onchip.models import Decoder, positions_of
 from onchip.models.rotary import frequencies
 
@@ -20,6 +22,10 @@ _SIZE_STEP = 32
 # Tokens of a step that also prefills. Longer steps take the GPU longer than their launches take
 # the host (H200, Qwen3-0.6B, 2026-11-15: 20 ms, as long as some 8,000 tokens).
 _TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+# The same with a cascade: fewer, because padding costs less than another graph. Batch sizes of
+# decode-only steps with a cascade are powers of two from _SHARED_SIZE on.
+_SHARED_TOKENS = (64, 256, 1024, 2048)
+_SHARED_SIZE = 8
 _TRIALS = 4  # recordings from which the memory of all is estimated
 _capture_lock = threading.Lock()  # torch can record only one graph at a time in a process
 
@@ -42,13 +48,19 @@ class StepGraphs:
     sampled last), one page table for all graphs, as wide as the longest sequence, and its own
     batch. This object keeps all of them alive. Graphs share one memory pool: they are replayed one
     after another, and hidden states are used before the next replay.
+
+    cascade: further graphs for steps with shared prefixes, each for the sizes of a SharedShape.
+    Which sequences share which pages is read on the device.
     """
 
     sizes: list[int]
 
-    def __init__(self, model: Decoder, cache: KVCache, last: Tensor):
-        self._model, self._cache, self._last = model, cache, last
-        self.sizes = batch_sizes(cache.max_seqs)
+    def __init__(
+        self, model: Decoder, cache: KVCache, last: Tensor, cascade: CascadePlanner | None = None
+    ):
+        self._model, self._cache, self._last, self._cascade = model, cache, last, cascade
+        self._shared_shapes: dict[BatchShape, SharedShape] = {}
+        self.sizes, self.shared_sizes = batch_sizes(cache.max_seqs), shared_sizes(cache.max_seqs)
         self._table = cache.static_table()
         self._frequencies = [frequencies(r, cache.device) for r in model.rotaries]
         self._recorded: dict[BatchShape, RecordedGraph] = {}
@@ -60,7 +72,12 @@ class StepGraphs:
         """
         shapes = [self._mixed_shape(n) for n in _TOKENS[: bisect_left(_TOKENS, most_tokens) + 1]]
         shapes += [self._decode_shape(size) for size in self.sizes]
-        return sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True)
+        if self._cascade is not None:
+            most = _SHARED_TOKENS[: bisect_left(_SHARED_TOKENS, most_tokens) + 1]
+            batches = [self._shared_mixed_shape(n) for n in most]
+            batches += [self._shared_decode_shape(size) for size in self.shared_sizes]
+            shapes += [self._shared_shape(b, each) for b in batches for each in self._slots(b)]
+        return sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_extra), reverse=True)
 
     def record_all(self, most_tokens: int) -> None:
         for shape in self.shapes(most_tokens):
@@ -81,19 +98,38 @@ class StepGraphs:
         """Whether any step with this many tokens has a graph."""
         return num_tokens <= _TOKENS[-1]
 
-    def replay(self, step: ScheduledStep, ids: Tensor) -> Tensor:
+    def plan(self, batch: BatchRows, is_decode_only: bool) -> CascadeStep | None:
+        """The cascade of a step that has a graph."""
+        if self._cascade is None or sum(batch.counts) > _SHARED_TOKENS[-1]:
+            return None
+        find_shape = self._shared_decode_shape if is_decode_only else self._shared_mixed_shape
+        shape = find_shape(sum(batch.counts))
+        padded = batch._replace(padded=(shape.num_seqs, shape.num_tokens))
+        return self._cascade.plan(padded, self._slots(shape))
+
+    def replay(self, step: ScheduledStep, ids: Tensor, shared: CascadeStep | None = None) -> Tensor:
         """Hidden states of a decode-only step; ids: as for `fill_in_sampled`."""
-        recorded = self._get_graph(self._decode_shape(len(ids)))
-        self._cache.view(step.sequences, out=recorded.batch, extra=ids)
+        if shared is None:
+            shape, extra = self._decode_shape(len(ids)), ids
+        else:
+            base = self._shared_decode_shape(len(ids))
+            shape = self._shared_shape(base, shared.shape)
+            extra = _join(shape.num_extra, {0: ids, base.num_extra: shared.numbers})
+        recorded = self._get_graph(shape)
+        self._cache.view(step.sequences, out=recorded.batch, extra=extra)
         recorded.graph.replay()
         return recorded.hidden[: len(ids)]
 
-    def replay_mixed(self, step: ScheduledStep, ids: Tensor, rows: Tensor) -> Tensor:
+    def replay_mixed(
+        self, step: ScheduledStep, ids: Tensor, rows: Tensor, shared: CascadeStep | None = None
+    ) -> Tensor:
         """Hidden states of these rows, for any step that `has_graph_for` allows."""
-        shape = self._mixed_shape(len(ids))
-        extra = torch.zeros(shape.num_extra, dtype=torch.int32)
-        extra[: len(ids)] = ids
-        extra[shape.num_tokens : shape.num_tokens + len(rows)] = rows
+        if shared is None:
+            shape, parts = self._mixed_shape(len(ids)), {}
+        else:
+            base = self._shared_mixed_shape(len(ids))
+            shape, parts = self._shared_shape(base, shared.shape), {base.num_extra: shared.numbers}
+        extra = _join(shape.num_extra, {0: ids, shape.num_tokens: rows, **parts})
         recorded = self._get_graph(shape)
         self._cache.view(step.sequences, out=recorded.batch, extra=extra)
         recorded.graph.replay()
@@ -109,6 +145,27 @@ class StepGraphs:
         tokens, (seqs, width) = _TOKENS[bisect_left(_TOKENS, num_tokens)], self._table.shape
         return BatchShape(seqs, tokens, width, tokens, tokens + seqs)
 
+    def _shared_decode_shape(self, num_seqs: int) -> BatchShape:
+        size = self.shared_sizes[bisect_left(self.shared_sizes, num_seqs)]
+        return BatchShape(size, size, self._table.shape[1], 1, size)
+
+    def _shared_mixed_shape(self, num_tokens: int) -> BatchShape:
+        tokens = _SHARED_TOKENS[bisect_left(_SHARED_TOKENS, num_tokens)]
+        seqs, width = self._table.shape
+        return BatchShape(seqs, tokens, width, tokens, tokens + seqs)
+
+    def _slots(self, shape: BatchShape) -> list[SharedShape]:
+        """The graphs of a static batch: for one group and for several, or for several alone."""
+        shapes = self._cascade.graph_shapes(min(shape.num_tokens, self._table.shape[0]))
+        return shapes if shape.max_seqlen_q == 1 else shapes[-1:]
+
+    def _shared_shape(self, shape: BatchShape, shared: SharedShape) -> BatchShape:
+        """The static batch with room for the numbers of a cascade, which follow the others."""
+        numbers = shared.num_numbers(shape.num_seqs, shape.num_tokens)
+        shape = shape._replace(num_extra=shape.num_extra + numbers)
+        self._shared_shapes[shape] = shared
+        return shape
+
     def _get_graph(self, shape: BatchShape) -> RecordedGraph:
         if shape not in self._recorded:
             self._recorded[shape] = self._record(shape)
@@ -118,22 +175,27 @@ class StepGraphs:
         """Record a graph. The static batch holds no sequence yet, so recording touches no page in
         use.
         """
-        batch = self._cache.static_batch(shape, self._table)
+        batch, shared = self._cache.static_batch(shape, self._table), self._shared_shapes.get(shape)
         graph = torch.cuda.CUDAGraph()
         stream = recording_stream(self._cache.device)
         # thread_local: allocations of other threads do not break the capture.
         how = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
         with _capture_lock, torch.cuda.device(self._cache.device):
-            self._forward(batch)  # compile kernels and compute frequencies before the capture
+            self._forward(
+                batch, shared
+            )  # compile kernels and compute frequencies before the capture
             with torch.cuda.graph(graph, **how):
-                hidden = self._forward(batch)
+                hidden = self._forward(batch, shared)
         return RecordedGraph(graph, batch, hidden)
 
-    def _forward(self, batch: PagedBatch) -> Tensor:
-        """In the batch of a mixed step, rows follow the ids."""
-        num_tokens = batch.slot_mapping.shape[0]
+    def _forward(self, batch: PagedBatch, shared: SharedShape | None = None) -> Tensor:
+        """In the batch of a mixed step, rows follow the ids. The numbers of a cascade come last."""
+        num_tokens, num_extra = batch.slot_mapping.shape[0], batch.extra.shape[0]
+        if shared is not None:
+            num_extra -= shared.num_numbers(batch.page_table.shape[0], num_tokens)
+            batch = batch.share(batch.extra[num_extra:], shared, self._cache.spec.page_size)
         tokens = fill_in_sampled(batch.extra[:num_tokens], self._last)
-        rows = None if batch.max_seqlen_q == 1 else batch.extra[num_tokens:]
+        rows = None if batch.max_seqlen_q == 1 else batch.extra[num_tokens:num_extra]
         return self._model(tokens, positions_of(batch), batch, self._cache, rows)
 
 
@@ -150,6 +212,20 @@ def batch_sizes(most: int) -> list[int]:
     """Batch sizes with a graph, denser where padding would cost most."""
     steps = range(_FIRST_SIZES[-1] + _SIZE_STEP, most, _SIZE_STEP)
     return [size for size in (*_FIRST_SIZES, *steps) if size < most] + [most]
+
+
+def shared_sizes(most: int) -> list[int]:
+    """Batch sizes with a graph for a cascade: powers of two."""
+    sizes = [_SHARED_SIZE << i for i in range(most.bit_length())]
+    return [size for size in sizes if size < most] + [most]
+
+
+def _join(size: int, parts: dict[int, Tensor]) -> Tensor:
+    """int32 numbers, each part at its place, zeros in between."""
+    joined = torch.zeros(size, dtype=torch.int32)
+    for at, part in parts.items():
+        joined[at : at + len(part)] = part
+    return joined
 
 
 def fill_in_sampled(ids: Tensor, last: Tensor) -> Tensor:

@@ -60,13 +60,16 @@ class EngineError(RuntimeError):
 class ExecutionConfig:
     """overlap: schedule a step while the one before runs; None: only on a GPU. graphs: replay steps
     from CUDA graphs. clock: time of arrivals and deadlines. wait_for_grammars: `add` waits for a
-    request's grammar, so that no decision depends on time.
+    request's grammar, so that no decision depends on time. cascade: "auto" reads the pages that
+    requests share once where the cost model predicts that this saves time, "off" never, "always"
+    wherever two requests share a page.
     """
 
     overlap: bool | None = None
     graphs: bool = True
     clock: Callable[[], float] = time.monotonic
     wait_for_grammars: bool = False
+    cascade: str = "auto"
 
 
 class Engine:
@@ -126,7 +129,7 @@ class Engine:
         self._clock = execution.clock
         self._wait_for_grammars = execution.wait_for_grammars
         self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size, self.eos_token_ids)
-        self._runner = ModelRunner(model, self.cache, execution.graphs)
+        self._runner = ModelRunner(model, self.cache, execution.graphs, execution.cascade)
         self._overlap = (
             self.cache.device.type == "cuda" if execution.overlap is None else execution.overlap
         )
@@ -407,7 +410,7 @@ class Engine:
         """
         now, tokens = time.monotonic(), in_flight.step.num_tokens - in_flight.step.num_drafts
         seconds, self._collected_at = now - max(self._collected_at, in_flight.launched_at), now
-        self._recorder.count_step(in_flight.step, num_generated, waited_s)
+        self._recorder.count_step(in_flight.step, num_generated, waited_s, in_flight.unread_tokens)
         if in_flight.step.streamed_pages:
             self.scheduler.pacer.observe(seconds)
         elif self.costs is not None and tokens >= _MOSTLY_PREFILL * len(in_flight.step.chunks):

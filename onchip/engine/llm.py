@@ -41,8 +41,10 @@ class LLM:
     cache, whose first pages stream from there in each of their steps; 0: these are rejected. dtype:
     "auto" for the checkpoint's own. kv_dtype: "fp8" (e4m3) or "int8" for 8-bit pages, of which
     twice as many fit; None for dtype. seed: for requests without one. enforce_eager: use no CUDA
-    graphs. num_pages: pages of the cache; None for as many as fit. speculative_config: a dict with
-    the names of `SpeculativeConfig`; outputs do not change, see docs/engine.md.
+    graphs. disable_cascade_attn: never read the pages that requests share once for all of them; by
+    default this is done where the cost model predicts that it saves time. num_pages: pages of the
+    cache; None for as many as fit. speculative_config: a dict with the names of
+    `SpeculativeConfig`; outputs do not change, see docs/engine.md.
 
     tensor_parallel_size: torchrun starts this many processes, which all make the same calls. All
     ranks must decide alike, so nothing may depend on time: no swapping, no graphs, and metrics
@@ -69,6 +71,7 @@ class LLM:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         enforce_eager: bool = False,
+        disable_cascade_attn: bool = False,
         device: str | torch.device | None = None,
         num_pages: int | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
@@ -83,6 +86,7 @@ class LLM:
             raise ValueError(f"{max_model_len=} must be in [2, {longest}], the model's own")
         limits = Limits(max_model_len or longest, max_num_batched_tokens, max_num_seqs)
         graphs = ranks.is_single and not enforce_eager
+        cascade = "off" if disable_cascade_attn else "auto"
         spec = loaded.cache_spec(block_size, kv_dtype)
         if kv_offloading_size and not ranks.is_single:
             raise ValueError(f"{kv_offloading_size=} is not served with {tensor_parallel_size=}")
@@ -99,6 +103,7 @@ class LLM:
                     rows_per_seq=rows,
                     draft=draft,
                     offloads=kv_offloading_size > 0,
+                    cascade=cascade,
                 )
             )
         self.engine = Engine(
@@ -116,7 +121,10 @@ class LLM:
             speculative_config=speculation,
             draft_model=draft,
             execution=ExecutionConfig(
-                graphs=graphs, clock=ranks.clock, wait_for_grammars=not ranks.is_single
+                graphs=graphs,
+                clock=ranks.clock,
+                wait_for_grammars=not ranks.is_single,
+                cascade=cascade,
             ),
         )
         self._ranks = ranks

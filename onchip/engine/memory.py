@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from onchip.cost.prefixes import TILE_ROWS
+from onchip.engine.cascade import EAGER_SLOTS, MOST_TOKENS
 from onchip.engine.engine import Engine, ExecutionConfig
 from onchip.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from onchip.engine.step import Limits
@@ -16,6 +18,9 @@ from onchip.models import Model
 
 _HOST_SHARE = 0.25  # of the free memory, if the CPU computes: other programs need memory, too
 _TRIAL_TOKENS = 4096  # sequence length at which kernels use all of their scratch memory
+# Of the tables of own and shared pages, for an entry of the page table: an int32 entry, the int64
+# index that it is gathered by, and a quarter of these for the slots.
+_CASCADE_ENTRY_BYTES = 16
 _ALL_SAMPLING_OPTIONS = SamplingParams(
     max_tokens=2,
     ignore_eos=True,
@@ -45,18 +50,21 @@ def device_pages(
     rows_per_seq: int = 1,
     draft: Model | None = None,
     offloads: bool = False,
+    cascade: str = "auto",
 ) -> int:
     """Pages for a cache: the part of `utilization` of a GPU's memory that is left, or a quarter of
     the free host memory, but never more than max_num_seqs sequences of max_model_len can fill.
     graphs: whether steps will be recorded. rows_per_seq: rows of logits that a sequence may have in
     a step; several with drafts. draft: a model whose cache has as many pages. offloads: pages will
-    stream from host memory.
+    stream from host memory. cascade: of `ExecutionConfig`.
     """
     spec = model.cache_spec(*paging)
     most = 1 + limits.max_num_seqs * -(-limits.max_model_len // paging.page_size)
     if model.device.type == "cuda":
-        free_bytes = _free_gpu_bytes(model, limits, paging, utilization, graphs, rows_per_seq)
+        recorded = ExecutionConfig(cascade=cascade) if graphs else None
+        free_bytes = _free_gpu_bytes(model, limits, paging, utilization, recorded, rows_per_seq)
         free_bytes -= _streaming_bytes(model, limits) if offloads else 0
+        free_bytes -= _cascade_bytes(model, limits, paging) if cascade != "off" else 0
     else:
         free_bytes = int(_HOST_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if draft is not None:
@@ -107,16 +115,17 @@ def _free_gpu_bytes(
     limits: Limits,
     paging: Paging,
     utilization: float,
-    graphs: bool,
+    recorded: ExecutionConfig | None,
     rows_per_seq: int = 1,
 ) -> int:
+    """recorded: how steps with graphs run; None without graphs."""
     if not 0 < utilization <= 1:
         raise ValueError(f"gpu_memory_utilization={utilization} must be above 0 and at most 1")
     rows = min(limits.max_num_seqs * rows_per_seq, limits.max_num_batched_tokens)
     fixed = _step_bytes(model, replace(limits, max_num_seqs=rows), paging)
     fixed += _staging_bytes(model, paging)
-    if graphs:
-        fixed += _graph_bytes(model, limits, paging)
+    if recorded is not None:
+        fixed += _graph_bytes(model, limits, paging, recorded)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     return int(total * utilization) - (total - free) - fixed
@@ -157,12 +166,32 @@ def _streaming_bytes(model: Model, limits: Limits) -> int:
     return 2 * PREFIX_SEGMENT_BYTES + 5 * num_outputs * wide.itemsize
 
 
-def _graph_bytes(model: Model, limits: Limits, paging: Paging) -> int:
-    """Memory of the graphs and of their shared page table."""
-    width = -(-limits.max_model_len // paging.page_size)
+def _cascade_bytes(model: Model, limits: Limits, paging: Paging) -> int:
+    """Memory of an eager step besides `_step_bytes` that reads shared pages once: the unrounded
+    outputs over own pages and the merged ones, then queries and outputs of every slot, then page
+    tables.
+    """
+    tokens = min(limits.max_num_batched_tokens, MOST_TOKENS)
+    heads, kv_heads = model.config.num_heads, model.config.num_kv_heads
+    num_outputs = 2 * (tokens * heads + EAGER_SLOTS * TILE_ROWS * kv_heads)
+    wide = torch.promote_types(model.dtype, torch.float32)
+    output_bytes = num_outputs * model.cache_spec().head_dim_v * wide.itemsize
+    return output_bytes + _CASCADE_ENTRY_BYTES * limits.max_num_seqs * _table_width(limits, paging)
+
+
+def _graph_bytes(model: Model, limits: Limits, paging: Paging, execution: ExecutionConfig) -> int:
+    """Memory of the graphs, of their shared page table, and of the tables of a cascade."""
+    width = _table_width(limits, paging)
     pages = 1 + min(width, -(-_TRIAL_TOKENS // paging.page_size))
-    with Engine(model, None, limits=limits, num_pages=pages, **paging._asdict()) as engine:
-        return engine.graph_bytes() + 4 * limits.max_num_seqs * width
+    options = {**paging._asdict(), "execution": execution}
+    entry_bytes = 4 + (0 if execution.cascade == "off" else _CASCADE_ENTRY_BYTES)
+    with Engine(model, None, limits=limits, num_pages=pages, **options) as engine:
+        return engine.graph_bytes() + entry_bytes * limits.max_num_seqs * width
+
+
+def _table_width(limits: Limits, paging: Paging) -> int:
+    """Pages of the longest sequence."""
+    return -(-limits.max_model_len // paging.page_size)
 
 
 def _staging_bytes(model: Model, paging: Paging) -> int:

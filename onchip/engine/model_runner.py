@@ -21,6 +21,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from onchip.engine.cascade import MOST_TOKENS, BatchRows, CascadeStep, make_planner
 from onchip.engine.cpu_threads import StepThreads
 from onchip.engine.cuda_graphs import StepGraphs, fill_in_sampled
 from onchip.engine.pooling import PooledRows, add_rows, claim_rows, needs_all_rows
@@ -41,6 +42,7 @@ _PROMPT_ROWS = 256  # rows of prompt logits that exist at a time: each is vocab_
 class InFlightStep:
     """A step queued on the device, and its results. event: set when the results have arrived on the
     host; None on the CPU, where they are complete at once. prompts: prompt logprobs by request.
+    unread_tokens: keys that each layer did not read again (cascade.py); 0 without a cascade.
     pooled: sums of hidden states for embeddings.
     """
 
@@ -49,6 +51,7 @@ class InFlightStep:
     prompts: Sequence[tuple[Request, SamplerOutput]]
     event: "torch.cuda.Event | None"
     launched_at: float
+    unread_tokens: int = 0
     pooled: Sequence[tuple[PooledRows, Tensor]] = ()
 
     def wait(self) -> None:
@@ -59,13 +62,19 @@ class InFlightStep:
 @dataclass(frozen=True)
 class _ForwardOutput:
     """hidden: of the rows to sample, then of the last row of each embedding of
-    `claimed`. all_hidden: of all rows, if any embedding or prompt logprobs need them.
+    `claimed`. all_hidden: of all rows, if any embedding or prompt logprobs need them. shared: the
+    pages that were read once.
     """
 
     hidden: Tensor
     claimed: Sequence[PooledRows] = ()
     prompts: Sequence[tuple[Request, SamplerOutput]] = ()
     all_hidden: Tensor | None = None
+    shared: CascadeStep | None = None
+
+    @property
+    def unread_tokens(self) -> int:
+        return 0 if self.shared is None else self.shared.unread_tokens
 
     def pool(self, num_sampled: int) -> list[tuple[PooledRows, Tensor]]:
         """The fp32 sum of the rows of each embedding."""
@@ -83,10 +92,12 @@ class ModelRunner:
 
     Sampled tokens stay on the device, where the next step reads them. Steps must therefore be
     launched in order, and a sample with an unknown last token may only be in the next step. graphs:
-    replay steps from CUDA graphs where `StepGraphs` has one (native decoders on a GPU).
+    replay steps from CUDA graphs where `StepGraphs` has one (native decoders on a GPU). cascade:
+    "auto" reads the pages that sequences share once where this is predicted to save time, "always"
+    wherever two share a page, "off" never.
     """
 
-    def __init__(self, model: Model, cache: KVCache, graphs: bool = True):
+    def __init__(self, model: Model, cache: KVCache, graphs: bool = True, cascade: str = "auto"):
         self._model, self._cache, self._device = model, cache, cache.device
         self._last_tokens = torch.zeros(cache.max_seqs, dtype=torch.int64, device=cache.device)
         self._metadata_cache, self._threads = (
@@ -95,7 +106,10 @@ class ModelRunner:
         )
         # Modules of transformers may branch on tensor values, which a graph cannot record.
         replayed = graphs and isinstance(model, Decoder) and cache.device.type == "cuda"
-        self._graphs = StepGraphs(model, cache, self._last_tokens) if replayed else None
+        self._cascade = make_planner(model, cache, cascade)
+        self._graphs = (
+            StepGraphs(model, cache, self._last_tokens, self._cascade) if replayed else None
+        )
 
     @torch.inference_mode()
     def warm_up(self, most_tokens: int) -> None:
@@ -135,14 +149,18 @@ class ModelRunner:
             sampled = self._sample(forward.hidden[:num_sampled], step)
         pooled = forward.pool(num_sampled)
         return self._copy_results(
-            InFlightStep(step, sampled, forward.prompts, None, started, pooled)
+            InFlightStep(
+                step, sampled, forward.prompts, None, started, forward.unread_tokens, pooled
+            )
         )
 
     def _forward(self, step: ScheduledStep) -> "_ForwardOutput":
         # A graph reads pages only: the segments of offloaded pages are copied by the host's code.
         graphs = None if self._reads_host(step) else self._graphs
         if graphs is not None and _is_decode_only(step):
-            return _ForwardOutput(graphs.replay(step, _int32_tensor(_token_ids(step.chunks))))
+            shared = graphs.plan(_batch_rows(step), is_decode_only=True)
+            ids = _int32_tensor(_token_ids(step.chunks))
+            return _ForwardOutput(graphs.replay(step, ids, shared), shared=shared)
         claimed = claim_rows(step, _chunk_ends(step.chunks))
         rows = _logit_rows(step) + [pooled.rows.stop - 1 for pooled in claimed]
         if (
@@ -152,10 +170,18 @@ class ModelRunner:
             and not _needs_prompt_logprobs(step)
             and not needs_all_rows(step)
         ):
-            words = _int32_tensor(_token_ids(step.chunks) + rows)
-            hidden = graphs.replay_mixed(step, *words.split([step.num_tokens, len(rows)]))
-            return _ForwardOutput(hidden, claimed)
-        return self._forward_eagerly(step, rows, claimed)
+            shared = graphs.plan(_batch_rows(step), is_decode_only=False)
+            numbers = _int32_tensor(_token_ids(step.chunks) + rows)
+            ids, at = numbers.split([step.num_tokens, len(rows)])
+            hidden = graphs.replay_mixed(step, ids, at, shared)
+            return _ForwardOutput(hidden, claimed, shared=shared)
+        return self._forward_eagerly(step, rows, claimed, self._plan_cascade(step))
+
+    def _plan_cascade(self, step: ScheduledStep) -> CascadeStep | None:
+        """The cascade of an eager step. Steps that read host memory have none."""
+        if self._cascade is None or step.num_tokens > MOST_TOKENS or self._reads_host(step):
+            return None
+        return self._cascade.plan(_batch_rows(step))
 
     def collect(self, in_flight: InFlightStep) -> list[SampledToken]:
         """Wait for the sampled tokens, in the order of `step.rows_to_sample`."""
@@ -173,12 +199,20 @@ class ModelRunner:
         return bool(self._cache.offload_pages) and any([s.host_tokens for s in step.sequences])
 
     def _forward_eagerly(
-        self, step: ScheduledStep, rows: list[int], claimed: list[PooledRows]
+        self,
+        step: ScheduledStep,
+        rows: list[int],
+        claimed: list[PooledRows],
+        shared: CascadeStep | None,
     ) -> "_ForwardOutput":
         """Hidden states of these rows (forks share one), and requested prompt logprobs."""
         tokens, ends = _token_ids(step.chunks), _chunk_ends(step.chunks)
-        batch = self._cache.view(step.sequences, extra=_int32_tensor(tokens + rows))
-        ids, at = batch.extra.split([len(tokens), len(rows)])
+        extra = _int32_tensor(tokens + rows)
+        extra = extra if shared is None else torch.cat([extra, shared.numbers])
+        batch = self._cache.view(step.sequences, extra=extra)
+        ids, at, numbers = batch.extra.tensor_split([len(tokens), len(tokens) + len(rows)])
+        if shared is not None:
+            batch = batch.share(numbers, shared.shape, self._cache.spec.page_size)
         if min(tokens) < 0:
             ids = fill_in_sampled(ids, self._last_tokens)
         requested = [
@@ -188,7 +222,7 @@ class ModelRunner:
         ]
         if not requested and not needs_all_rows(step):
             hidden = self._model(ids, positions_of(batch), batch, self._cache, at)
-            return _ForwardOutput(hidden, claimed)
+            return _ForwardOutput(hidden, claimed, shared=shared)
         hidden = self._model(ids, positions_of(batch), batch, self._cache)
         prompts = [
             (
@@ -197,7 +231,7 @@ class ModelRunner:
             )
             for chunk, end in requested
         ]
-        return _ForwardOutput(hidden.index_select(0, at), claimed, prompts, hidden)
+        return _ForwardOutput(hidden.index_select(0, at), claimed, prompts, hidden, shared)
 
     def _sample(self, hidden: Tensor, step: ScheduledStep) -> SamplerOutput:
         samples = rows_for_sampler(step)
@@ -257,6 +291,11 @@ def _is_decode_only(step: ScheduledStep) -> bool:
     """Each chunk has one token and one sampled row, so hidden states are the rows to sample."""
     chunks = step.chunks
     return step.num_tokens == len(chunks) and all([len(chunk.sampled_by) == 1 for chunk in chunks])
+
+
+def _batch_rows(step: ScheduledStep) -> BatchRows:
+    counts = [chunk.stop - chunk.start for chunk in step.chunks]
+    return BatchRows(step.sequences, counts, (len(counts), step.num_tokens))
 
 
 def _token_ids(chunks: Sequence[Chunk]) -> list[int]:

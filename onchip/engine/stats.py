@@ -19,9 +19,10 @@ class EngineStats:
     pages by running request. The last two visit all requests and are up to 0.2 s old while there is
     work. pages_offloaded: pages of long requests in host memory, which has pages_offloadable.
     pages_streamed: such pages that all steps read. tokens_*: since the start; prefilled tokens are
-    those without a sampled row, counted each time they are computed. waited_s: total time spent
-    waiting for the device. last_step_s: its duration; last_step_at: its end, by time.monotonic().
-    speculation: None without drafts.
+    those without a sampled row, counted each time they are computed. cascade_steps: steps that read
+    shared pages once; tokens_unread: keys that each layer of these did not read again. waited_s:
+    total time spent waiting for the device. last_step_s: its duration; last_step_at: its end, by
+    time.monotonic(). speculation: None without drafts.
     """
 
     running: int = 0
@@ -41,6 +42,8 @@ class EngineStats:
     preempted_by_swap: int = 0
     preempted_by_recompute: int = 0
     steps: int = 0
+    cascade_steps: int = 0
+    tokens_unread: int = 0
     waited_s: float = 0.0
     last_step_s: float = 0.0
     last_step_at: float = 0.0
@@ -61,14 +64,20 @@ class StatsRecorder:
             pages_offloadable=cache.offload_pages,
         )
 
-    def count_step(self, step: ScheduledStep, num_generated: int, waited_s: float) -> None:
-        """Count a collected step, its new tokens and the time spent waiting for it."""
+    def count_step(
+        self, step: ScheduledStep, num_generated: int, waited_s: float, unread_tokens: int = 0
+    ) -> None:
+        """Count a collected step, its new tokens, the time spent waiting for it, and the keys that
+        it did not read again.
+        """
         old, num_sampled = self.latest, sum([bool(chunk.sampled_by) for chunk in step.chunks])
         self.latest = replace(
             old,
             tokens_generated=old.tokens_generated + num_generated,
             tokens_prefilled=old.tokens_prefilled + step.num_tokens - step.num_drafts - num_sampled,
             steps=old.steps + 1,
+            cascade_steps=old.cascade_steps + (unread_tokens > 0),
+            tokens_unread=old.tokens_unread + unread_tokens,
             pages_streamed=old.pages_streamed + step.streamed_pages,
             waited_s=old.waited_s + waited_s,
         )

@@ -207,7 +207,7 @@ def run(
     (out, lse), *results = results
     parts = [_level_state(level, *pair) for level, pair in zip(plan.levels, results, strict=True)]
     state = out.reshape(-1, *out.shape[-2:]), _packed_lse(lse)
-    out, lse = (merge or _merge)(state, parts, out_dtype or q.dtype)
+    out, lse = (merge or merge_levels)(state, parts, out_dtype or q.dtype)
     if q.dim() == 4:
         out = out.unflatten(0, q.shape[:2])
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
@@ -301,7 +301,8 @@ def _packed_lse(lse: Tensor) -> Tensor:
     return lse.transpose(0, 1).flatten(1) if lse.dim() == 3 else lse
 
 
-def _merge(own: OutLse, parts: list[LevelState], out_dtype: torch.dtype) -> OutLse:
+def merge_levels(own: OutLse, parts: list[LevelState], out_dtype: torch.dtype) -> OutLse:
+    """Merge the own state, packed, with the states of levels: (out, lse), out in out_dtype."""
     states = [own, *(state for part in parts for state in _states(part))]
     outs, lses = [out.transpose(0, 1) for out, _ in states], [lse for _, lse in states]
     out, lse = merge_out_lse(outs, lses)

@@ -14,6 +14,7 @@ from onchip.kvcache.page_tensors import LayerScales, PageTensors, Spec
 from onchip.kvcache.paged_batch import BatchShape, HostPrefix, HostTable, Members, PagedBatch
 from onchip.kvcache.pool import NoRoom, PageTable, Pool, as_int, as_ints
 from onchip.kvcache.prefix import Chain, Hit, PrefixIndex, pack_token_ids
+from onchip.kvcache.prefix_tree import PrefixTree
 
 DEFAULT_MAX_SEQLEN = 131_072
 _MISS = Hit((), (), None, 0, 0)
@@ -77,6 +78,7 @@ class KVCache:
     pages: PageTensors
     pool: Pool
     prefix: PrefixIndex
+    prefix_tree: PrefixTree
     host_table: HostTable
     offloaded: OffloadMemory | None
 
@@ -107,6 +109,7 @@ class KVCache:
         """
         self.pool = self.pages.pool = Pool(self.pool.num_pages, self.spec.page_size)
         self.prefix = PrefixIndex(self.pool)
+        self.prefix_tree = PrefixTree()
         if self.offloaded is not None:
             self.offloaded.reset()
         width = min(-(-self.max_seqlen // self.spec.page_size), self.pool.capacity)
@@ -237,6 +240,8 @@ class KVCache:
         if 0 <= length < on_host:
             raise ValueError(f"{length=} would drop some of {on_host} tokens in host memory")
         self.pool.truncate(table, length - on_host)
+        if length < self.prefix_tree.num_pages(sequence) * self.spec.page_size:
+            self.prefix_tree.remove(sequence)
         sequence.computed = min(sequence.computed, length)
         del sequence.tokens[length:]
         del sequence.chain.keys[length // self.spec.page_size :]
@@ -293,6 +298,7 @@ class KVCache:
         places = list(islice(self._offloadable(sequence), num_pages))
         if places:
             table, count = sequence.table, places[-1] + 1
+            self.prefix_tree.remove(sequence)
             self.offloaded.store(sequence.host_range, table.pages_from(0)[:count])
             self.pool.drop_first(table, count)
             sequence.host_tokens += count * self.spec.page_size
@@ -334,6 +340,17 @@ class KVCache:
         """Whether `open` with this many offload_pages would find them."""
         num_pages = as_int("num_pages", num_pages)
         return self.offloaded is not None and self.offloaded.find_gap(num_pages) is not None
+
+    def track_prefixes(self, sequences: abc.Iterable[Sequence]) -> None:
+        """Enter sequences into `prefix_tree` with their full pages of computed tokens, if they are
+        not there. The cache removes a sequence that loses one of these pages: by `free`, `truncate`
+        or `offload`, or swapped out.
+        """
+        size, tree = self.spec.page_size, self.prefix_tree
+        for sequence in sequences:
+            full = sequence.computed // size
+            if full and not sequence.host_tokens and sequence not in tree:
+                tree.add(sequence, self.resident(sequence).pages_from(0)[:full])
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Write k (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v) of one
@@ -391,6 +408,7 @@ class KVCache:
         """
         self.pool.check()
         self.prefix.check()
+        self.prefix_tree.check((s, s.table.pages_from(0)) for s in self.prefix_tree.sequences)
         if self.offloaded is not None:
             self.offloaded.check()
         rows = self.host_table.free_rows
@@ -429,6 +447,7 @@ class KVCache:
     def release_row(self, sequence: Sequence) -> None:
         """Take the sequence out of the host table: it is about to be swapped out or freed."""
         self.resident(sequence)
+        self.prefix_tree.remove(sequence)
         self.host_table.free_rows.append(sequence.row)
         sequence.row = None
 

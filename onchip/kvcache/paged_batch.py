@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onchip.kvcache.offload import HostRange
+from onchip.kvcache.shared_prefixes import SharedPrefixes, SharedShape, share_prefixes
 
 _ALIGN = 32  # int32 elements: every tensor of a batch starts on a multiple of 128 bytes
 # A static page table of up to this many columns is copied to the device in one piece: 4,096 tokens
@@ -60,7 +61,8 @@ class PagedBatch(NamedTuple):
     (num_seqs,), lengths with the new tokens; slot_mapping: (num_tokens,), slots of the new tokens;
     cu_seqlens_q: (num_seqs + 1,), offsets of the new tokens; max_seqlen_q: at least the longest
     query length; extra: numbers of the caller. host_prefixes: of sequences that were offloaded in
-    part. Lengths and slots of these count from the first page in the table.
+    part. Lengths and slots of these count from the first page in the table. shared: the pages that
+    groups of sequences read once, if the step has any.
     """
 
     page_table: Tensor
@@ -71,6 +73,12 @@ class PagedBatch(NamedTuple):
     buffer: Tensor
     extra: Tensor
     host_prefixes: tuple[HostPrefix, ...] = ()
+    shared: SharedPrefixes | None = None
+
+    def share(self, numbers: Tensor, shape: SharedShape, page_size: int) -> "PagedBatch":
+        """The same batch with shared prefixes; numbers: `pack_slots`, on the device."""
+        tables = self.page_table, self.cache_seqlens
+        return self._replace(shared=share_prefixes(*tables, numbers, shape, page_size))
 
     @property
     def shape(self) -> BatchShape:

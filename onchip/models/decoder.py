@@ -29,6 +29,7 @@ from onchip.models.pointwise import (
     rms_norm,
 )
 from onchip.models.rotary import Rotary, cos_sin, rotate
+from onchip.models.shared_prefix import attend_shared, can_share
 from onchip.models.weight_names import Shard
 
 Rope = Sequence[tuple[Tensor, Tensor]]  # (cos, sin) for each of `ModelConfig.rotaries`
@@ -57,6 +58,8 @@ class PagedAttend(NamedTuple):
         batch, cache = self
         if batch.host_prefixes:
             return attend_with_prefixes(batch, cache, layer, q, **options)
+        if can_share(batch, options):
+            return attend_shared(batch, cache, layer, q, **options)
         pages = *cache.layer(layer), batch.page_table, batch.cache_seqlens
         options |= cache.scales(layer)
         if batch.max_seqlen_q == 1 and q.shape[0] == batch.page_table.shape[0]:
@@ -298,6 +301,11 @@ class Decoder(nn.Module):
     def layer_weights(self) -> int:
         """The number of parameters of a layer."""
         return sum(weight.numel() for weight in self.layers[0].parameters())
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        return tuple(layer.window for layer in self.config.layers)
 
     def cache_spec(self, page_size: int = 16, kv_dtype: str | None = None) -> Spec:
         """Pages for the keys and values of this model, on its device and in its dtype, or in 8 bits

@@ -96,11 +96,13 @@ class Foreign:
     dtype: torch.dtype
     width: int
     layer_weights: int
+    windows: tuple[int | None, ...]
 
     def __init__(self, model: Any, config: ForeignConfig, layout: AttentionLayout):
         self.model, self.config, self._layout = model, config, layout
         self.device = next(model.parameters()).device
         self.dtype, self.width = layout.logits_dtype, layout.vocab_size
+        self.windows = layout.windows
         self.layer_weights = sum(w.numel() for w in model.parameters()) // config.num_layers
 
     def cache_spec(self, page_size: int = 16, kv_dtype: str | None = None) -> Spec:

@@ -33,7 +33,8 @@ class Model(Protocol):
     """A `Decoder`, or a `Foreign` one.
 
     A call is one step over pages: rows of `width` numbers in `dtype` for its tokens; `logits` turns
-    them into logits. layer_weights: the number of weights of a layer.
+    them into logits. layer_weights: the number of weights of a layer. windows: of each layer, None
+    where it sees all tokens.
     """
 
     @property
@@ -46,6 +47,8 @@ class Model(Protocol):
     def width(self) -> int: ...
     @property
     def layer_weights(self) -> int: ...
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
 
     def cache_spec(self, page_size: int = 16, kv_dtype: str | None = None) -> Spec: ...
 

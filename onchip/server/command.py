@@ -118,6 +118,7 @@ def _model(args: SimpleNamespace, speculation: SpeculativeConfig | None) -> LLM:
         max_num_seqs=args.max_num_seqs,
         gpu_memory_utilization=args.gpu_memory_utilization,
         enable_prefix_caching=not args.no_prefix_caching,
+        disable_cascade_attn=args.disable_cascade_attn,
         speculative_config=speculation,
     )
 

@@ -44,6 +44,11 @@ _COUNTERS = {
         lambda s: s.preempted_by_recompute,
     ),
     "steps": ("Steps computed", lambda s: s.steps),
+    "cascade_steps": ("Steps that read shared pages once", lambda s: s.cascade_steps),
+    "tokens_unread": (
+        "Keys that a layer of these steps did not read again",
+        lambda s: s.tokens_unread,
+    ),
     "spec_decode_num_drafts": ("Chunks with drafts", lambda s: _drafts(s).num_drafts),
     "spec_decode_num_draft_tokens": ("Drafts", lambda s: _drafts(s).num_draft_tokens),
     "spec_decode_num_accepted_tokens": (

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import serving
+from benchmarks import serving, serving_samples
 from benchmarks import serving_report as report
 from benchmarks.workload import Mark, Ran, Roofline, Workload, serve, warm_up
 from onchip.cli import main
@@ -181,6 +181,23 @@ def test_parts_are_chosen_by_name(capsys, tmp_path):
     assert row["ready_s"] > 0 and "byte roofline" in capsys.readouterr().out
 
 
+def test_samples_of_one_prompt_are_measured_with_and_without_a_cascade(tiny):
+    shared, plain = serving.samples(tiny)
+    assert shared["cascade_steps"] > 0 == plain["cascade_steps"] == plain["tokens_unread"]
+    assert shared["ratio"] == shared["value"] / plain["value"]
+    assert shared["tokens_unread"] == shared["cascade_steps"] * 31 * 1024
+    assert shared["output_tokens"] == 32 * 16 and plain["ratio"] is None
+    heads, body = report.samples_sheet([shared, plain])
+    assert len(body) == 2 and all(len(cells) == len(heads) for cells in body)
+
+
+def test_samples_without_the_steps_they_are_about_leave_no_row(tiny, monkeypatch):
+    """A cascade that never pays, here because the prompt is short."""
+    monkeypatch.setattr(serving_samples, "QUICK", serving_samples.SamplesLoad(2, 40, 4))
+    with pytest.raises(RowRefused, match="0 of .* steps of 'cascade' had a cascade"):
+        serving.samples(tiny)
+
+
 def test_a_new_process_is_ready(tiny):
     (row,) = serving.ready(tiny)
     assert row["unit"] == "s" and row["value"] > 0.5, "it imports torch"
@@ -235,7 +252,7 @@ def test_rows_become_tables_and_a_picture(tiny, tmp_path, capsys):
     from rich.console import Console
 
     rows = [tiny.whole, *serving.capped(tiny, "recompute"), *serving.allocation(tiny, "paged")]
-    assert [len(sheet(rows)[1]) for sheet in report.SHEETS.values()] == [2, 1, 0, 0]
+    assert [len(sheet(rows)[1]) for sheet in report.SHEETS.values()] == [2, 1, 0, 0, 0]
     for heads, body in (sheet(rows) for sheet in report.SHEETS.values()):
         assert all(len(line) == len(heads) for line in body)
     report.print_report(Console(width=200), rows, tmp_path / "bars.svg")

@@ -1,6 +1,7 @@
 """A transformers model in an engine gives the tokens of transformers."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch
 from onchip import LLM, BeamSearchParams, SamplingParams, UnsupportedError
 from onchip.cli import main
 from onchip.engine import PoolingParams
+from onchip.engine import ExecutionConfig
+from onchip.engine import llm as llm_module
 from tests.models import foreign_models
 
 PROMPTS = [[5, 9, 5, 7], list(range(10, 41)), [3], [*range(20, 31)], [*range(10, 33), 90]]
@@ -73,6 +76,17 @@ def test_embeddings_are_refused_in_a_sentence(saved):
         assert llm.engine.embedding_size is None
         with pytest.raises(ValueError, match="this model has no embeddings"):
             llm.engine.add([1, 2], PoolingParams())
+def test_shared_pages_that_are_read_once_change_no_token(saved, monkeypatch):
+    """Sinks count once, layers with a window read all pages."""
+    monkeypatch.setattr(llm_module, "ExecutionConfig", partial(_with_cascade, "always"))
+    with serve(saved("gpt_oss")) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert llm.stats().cascade_steps > 0
+    assert token_ids_of(outputs) == expected("gpt_oss")
+
+
+def _with_cascade(mode, **options):
+    return ExecutionConfig(**options | {"cascade": mode})
 
 
 @torch.no_grad()

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from onchip import LLM
-from onchip.engine import ByteTokenizer, Engine, Limits, SamplingParams, memory
+from onchip.engine import (
+    ByteTokenizer,
+    Engine,
+    ExecutionConfig,
+    Limits,
+    SamplingParams,
+    memory,
+)
 from onchip.engine.model_runner import _used_bytes
 from onchip.kvcache.swap import CHUNK_BYTES
 
@@ -60,6 +67,15 @@ def test_steps_that_stream_pages_hold_segments_and_unrounded_outputs(tiny):
     assert memory._streaming_bytes(tiny.model(), limits) == 2 * 2**26 + 5 * 100 * 4 * 8 * 4
 
 
+def test_steps_with_a_cascade_hold_unrounded_outputs(tiny):
+    """4 heads over 2, of 8 numbers in fp32; 32 slots of 128 rows for each of the 2; tables of 4
+    sequences with 16 pages.
+    """
+    limits = Limits(256, 100, 4)
+    expected = 2 * (100 * 4 + 32 * 128 * 2) * 8 * 4 + 16 * 4 * 16
+    assert memory._cascade_bytes(tiny.model(), limits, memory.Paging(16)) == expected
+
+
 class Device:
     """A GPU as reported by torch.cuda: 2 of 10 GB are used, and the largest step grows torch's
     memory from 100 to 400 MB.
@@ -85,9 +101,10 @@ def test_memory_besides_pages_is_subtracted(tiny, monkeypatch, graphs):
     device, drawn, limits = Device(monkeypatch), [], Limits(250, 64, 12)
     add = Engine.add
     monkeypatch.setattr(Engine, "add", lambda *args: drawn.append(args[2]) or add(*args))
-    room = memory._free_gpu_bytes(tiny.model(), limits, memory.Paging(16), 0.9, graphs)
+    recorded = ExecutionConfig() if graphs else None
+    room = memory._free_gpu_bytes(tiny.model(), limits, memory.Paging(16), 0.9, recorded)
     fixed = device.peak - device.held + 2 * CHUNK_BYTES
-    table = 4 * 12 * -(-250 // 16)
+    table = (4 + 16) * 12 * -(-250 // 16)  # and the tables of a cascade
     assert room == 9 * 10**9 - 2 * 10**9 - fixed - graphs * (700 * 10**6 + table)
     assert len(drawn) == 12 and all(one.logprobs and one.has_penalties for one in drawn)
     assert drawn[0].prompt_logprobs and not drawn[1].prompt_logprobs

@@ -50,7 +50,7 @@ PARAMS = [
 ]
 
 
-EXECUTION = {"overlap", "graphs", "clock"}
+EXECUTION = {"overlap", "graphs", "clock", "cascade"}
 
 
 @cache

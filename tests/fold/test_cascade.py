@@ -623,7 +623,7 @@ class TestRun:
 
         def merge(own, parts, out_dtype):
             used.append([tuple(out.shape) for out, *_ in (own, *parts)] + [out_dtype])
-            return cascade._merge(own, parts, out_dtype)
+            return cascade.merge_levels(own, parts, out_dtype)
 
         got = cascaded(self.q, self.pages, self.table, self.seqlens, self.plan, merge=merge)
         want = cascaded(self.q, self.pages, self.table, self.seqlens, self.plan)

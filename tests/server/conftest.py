@@ -206,6 +206,8 @@ class FakeEngine:
             preempted_by_swap=0,
             preempted_by_recompute=0,
             steps=self.steps,
+            cascade_steps=0,
+            tokens_unread=0,
             waited_s=0.0,
             last_step_s=self.step_s,
             last_step_at=self.last_step_at,

@@ -101,6 +101,11 @@ def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
 @_limit("--kv-offloading-size", 0.0, "GIB", "Host memory for requests longer than the cache.")
 @_limit("--gpu-memory-utilization", 0.9, "SHARE", "Share of the GPU's memory, with weights.")
 @click.option("--no-prefix-caching", is_flag=True, help="Share no prefixes between requests.")
+@click.option(
+    "--disable-cascade-attn",
+    is_flag=True,
+    help="Read the pages that requests share once for each of them.",
+)
 @speculative_config_option()
 @click.option(
     "--tool-call-parser",
