@@ -8,8 +8,7 @@ import torch
 
 from onchip import LLM, BeamSearchParams, SamplingParams, UnsupportedError
 from onchip.cli import main
-from onchip.engine import PoolingParams
-from onchip.engine import ExecutionConfig
+from onchip.engine import ExecutionConfig, PoolingParams
 from onchip.engine import llm as llm_module
 from tests.models import foreign_models
 
@@ -76,6 +75,8 @@ def test_embeddings_are_refused_in_a_sentence(saved):
         assert llm.engine.embedding_size is None
         with pytest.raises(ValueError, match="this model has no embeddings"):
             llm.engine.add([1, 2], PoolingParams())
+
+
 def test_shared_pages_that_are_read_once_change_no_token(saved, monkeypatch):
     """Sinks count once, layers with a window read all pages."""
     monkeypatch.setattr(llm_module, "ExecutionConfig", partial(_with_cascade, "always"))
