@@ -122,8 +122,8 @@ class LeaderEngine:
             raise
 
     def close(self) -> None:
-        """End the other ranks, then this engine. After a failed step the launcher ends them: they may
-        be inside of a step, where no message reaches them.
+        """End the other ranks, then this engine. After a failed step the launcher ends them: a rank
+        inside of a step reads no message.
         """
         try:
             if not self._has_failed:

@@ -14,6 +14,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import queue
 import signal
 import socket
 import sys
@@ -140,6 +141,7 @@ def _config(world_size: int, folder: Path) -> LaunchConfig:
         rdzv_endpoint=str(folder / "rendezvous"),
         rdzv_configs={"store_type": "file"},
         max_restarts=0,
+        signals_to_handle="SIGHUP,SIGQUIT",  # the others are forwarded
         local_addr="127.0.0.1",
     )
 
@@ -163,29 +165,32 @@ def _environment() -> Iterator[None]:
 
 
 class _StopForwarder:
-    """Inside of the block, a thread takes the stop signals of this process and sends SIGUSR1 to
-    rank 0 for each. received: the first of them.
+    """Inside of the block, every stop signal of this process becomes a SIGUSR1 for rank 0.
+    received: the first of them.
 
-    The signals are blocked in this process and in the ranks, which inherit this: a Ctrl-C, which a
-    terminal sends to all of them, would otherwise end some ranks in a traceback.
+    The main thread blocks the signals, and so do the ranks, which inherit this: a Ctrl-C, which a
+    terminal sends to all processes, would otherwise end some ranks in a traceback. The forwarding
+    thread, which was started before, does not block them, so this process still gets them.
     """
 
     def __init__(self, folder: Path):
         self.received: signal.Signals | None = None
         self._pid_file, self._ended = folder / "pid", threading.Event()
-        self._blocked = {*STOP_SIGNALS, signal.SIGUSR1}
+        self._signals: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True, name="onchip-signals")
 
     def __enter__(self) -> "_StopForwarder":
         self._handlers = {number: signal.getsignal(number) for number in signal.Signals}
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)
         self._thread.start()
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda number, frame: self._signals.put(number))
+        blocked = {*STOP_SIGNALS, signal.SIGUSR1}
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
-        assert self._thread.ident is not None
-        signal.pthread_kill(self._thread.ident, signal.SIGUSR1)
+        self._signals.put(None)
         self._thread.join()
         for number, handler in self._handlers.items():  # torch's launcher leaves its own behind
             if signal.getsignal(number) is not handler:
@@ -193,11 +198,9 @@ class _StopForwarder:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _run(self) -> None:
-        while not self._ended.is_set():
-            number = signal.sigwait(self._blocked)
-            if number in STOP_SIGNALS:
-                self.received = self.received or signal.Signals(number)
-                self._forward()
+        while (number := self._signals.get()) is not None:
+            self.received = self.received or signal.Signals(number)
+            self._forward()
 
     def _forward(self) -> None:
         """Wait until rank 0 has started, and signal it."""

@@ -84,11 +84,11 @@ def lead(engine, requests, cancel_at=()):
 def test_a_follower_makes_the_same_steps(make, tiny, host_pages):
     """Every sampling parameter, stop texts, beams, drafts, preemptions and cancels."""
     speculation = SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3})
-    options = {"host_pages": host_pages, "speculative_config": speculation}
+    options = {"host_pages": host_pages, "speculative_config": speculation, "num_pages": 30}
     count = max(len(tiny.PROMPTS), len(tiny.PARAMS))
     requests = [
         (tiny.PROMPTS[i % len(tiny.PROMPTS)], tiny.PARAMS[i % len(tiny.PARAMS)])
-        for i in range(2 * count)
+        for i in range(3 * count)
     ]
     channel, expected, totals = lead(make(**options), requests, cancel_at=(5, 11))
     follower = make(**options)
@@ -139,12 +139,12 @@ def test_deadlines_are_those_of_rank_0(make, monkeypatch):
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     channel, engine = Messages(), make()
     leader, recorder = LeaderEngine(engine, channel), Recorder(engine)
-    forever = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    forever = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     leader.add([1, 2, 3], forever, deadline_s=0.5)
-    leader.add([1, 2, 4], forever, deadline_s=0.9)
+    leader.add([1, 2, 4], forever, deadline_s=0.875)
     for _ in range(12):
         leader.step()
-        now[0] += 0.1
+        now[0] += 0.125
     assert not leader.has_work
     leader.close()
     now[0] = 1e6
@@ -153,7 +153,7 @@ def test_deadlines_are_those_of_rank_0(make, monkeypatch):
     follow(follower, channel, 1)
     assert repeated.steps == recorder.steps
     ends = [i for i, outputs in enumerate(recorder.steps) for o in outputs if o[1][0][2] == "abort"]
-    assert ends == [5, 9]
+    assert ends == [4, 7]
 
 
 def test_a_rank_that_differs_says_where(make):
@@ -171,7 +171,7 @@ def test_a_rank_that_differs_says_where(make):
 
 def test_a_rank_that_rejects_a_request_says_so(make):
     channel, _, _ = lead(make(), [([1] * 60, SamplingParams(max_tokens=90, ignore_eos=True))])
-    with pytest.raises(ParallelError, match="this rank has not: .* the cache has 8 in all"):
+    with pytest.raises(ParallelError, match="this rank has not: 60 tokens of prompt"):
         follow(make(num_pages=9), channel, 1)
 
 
