@@ -25,13 +25,16 @@ from onchip.engine.engine import Engine
 from onchip.engine.ranks import RankClock
 from onchip.engine.request import Request, RequestOutput
 from onchip.engine.sampling_params import SamplingParams
-from onchip.engine.step import RejectedRequest
+from onchip.engine.stats import EngineStats
+from onchip.engine.step import Limits, RejectedRequest
+from onchip.engine.structure.compiler import PendingGrammar
 from onchip.engine.structure.grammar import Grammar
+from onchip.engine.tokenizer import Tokenizer
 from onchip.parallel.comm_base import ParallelError
 from onchip.parallel.consistency import digest_of, encode_fields, find_difference
 
 MAX_NOTES_BYTES = 8 << 20  # of one message, unless a single request has more
-_PARAMS = {
+_PARAMS: dict[str, Any] = {
     name: kind
     for name, kind in vars(sampling_params).items()
     if name.endswith("Params") and is_dataclass(kind)
@@ -51,21 +54,37 @@ class Receiver(Protocol):
 
 class LeaderEngine:
     """The engine of rank 0 for one thread, as onchip.engine.Engine. on_failure: called when a step
-    has failed, after which the ranks cannot continue.
+    has failed, after which the ranks cannot continue. has_ended_others: they were told to return.
     """
+
+    tokenizer: Tokenizer | None
+    limits: Limits
+    has_ended_others: bool
 
     def __init__(
         self, engine: Engine, channel: Sender, on_failure: Callable[[], None] = lambda: None
     ):
         self._engine, self._channel, self._clock = engine, channel, _clock_of(engine)
+        self.tokenizer, self.limits = engine.tokenizer, engine.limits
         self.on_failure = on_failure
         self._notes: list[str] = []
         self._notes_bytes = 0
         self._has_failed = self.has_ended_others = False
 
     def __getattr__(self, name: str) -> Any:
-        """Everything that is only read: tokenizer, limits, model, cache, scheduler, stats."""
+        """Everything else that is only read: the model, the cache, the scheduler."""
         return getattr(self._engine, name)
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def compile_grammar(self, params: SamplingParams) -> PendingGrammar | None:
+        """On rank 0 alone: the others compile the grammars of accepted requests."""
+        return self._engine.compile_grammar(params)
 
     def add(
         self,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onchip.parallel.comm_base import ParallelError
+from onchip.parallel.group_comm import group_of
 
 MAX_MESSAGE_BYTES = 64 << 20
 _FRAME_BYTES = 4096
@@ -29,7 +30,9 @@ class MessageChannel:
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
-        self._group = dist.new_group(backend="gloo", timeout=_IDLE)
+        self._group = group_of(
+            dist.new_group(backend="gloo", timeout=_IDLE)  # pyright: ignore[reportArgumentType]
+        )
 
     def send(self, message: bytes) -> None:
         """Return when the message has left, not when it was read. ParallelError: a rank is lost."""

@@ -19,7 +19,7 @@ from onchip.engine.ranks import check_divisible
 from onchip.engine.speculation.config import SpeculativeConfig
 from onchip.engine.stats import EngineStats
 from onchip.engine.step import Limits
-from onchip.models import about, builtin, resolve
+from onchip.models import Model, about, builtin, resolve
 
 from .api_keys import ENVIRONMENT, Keyring, read_keys
 from .app import Server, ServerOptions
@@ -64,7 +64,7 @@ def make_server(args: SimpleNamespace, options: ServerOptions, keys: Keyring) ->
     """Load the model and put a server in front of its engine."""
     engine = load_engine(args)
     LOG.info("%s", describe(engine, options.model))
-    return Server(engine, add_model_type(options, engine), keys)
+    return Server(engine, add_model_type(options, engine.model), keys)
 
 
 def load_engine(args: SimpleNamespace) -> Engine:
@@ -74,8 +74,8 @@ def load_engine(args: SimpleNamespace) -> Engine:
     return engine
 
 
-def add_model_type(options: ServerOptions, engine: Engine) -> ServerOptions:
-    return replace(options, model_type=getattr(engine.model.config, "model_type", ""))
+def add_model_type(options: ServerOptions, model: Model) -> ServerOptions:
+    return replace(options, model_type=getattr(model.config, "model_type", ""))
 
 
 def make_announcement(

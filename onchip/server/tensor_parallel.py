@@ -108,7 +108,7 @@ def serve_rank(job: RankJob, arguments: RankArguments) -> RankOutcome | None:
 
 def _lead(leader: LeaderEngine, arguments: RankArguments) -> RankOutcome:
     args, options, keys, sock = arguments
-    server = Server(leader, add_model_type(options, leader), keys)
+    server = Server(leader, add_model_type(options, leader.model), keys)
     announce = make_announcement(args, options, keys, sock)
     process = LeaderProcess(server, args.drain_s, announce)
     leader.on_failure = process.end_after_failure
