@@ -15,6 +15,7 @@ Messages are JSON. Prompts and texts come from clients: no object is unpickled.
 """
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -33,6 +34,7 @@ from onchip.engine.tokenizer import Tokenizer
 from onchip.parallel.comm_base import ParallelError
 from onchip.parallel.consistency import digest_of, encode_fields, find_difference
 
+LOG = logging.getLogger("onchip")
 MAX_NOTES_BYTES = 8 << 20  # of one message, unless a single request has more
 _PARAMS: dict[str, Any] = {
     name: kind
@@ -148,6 +150,8 @@ class LeaderEngine:
             if not self._has_failed:
                 self._send("close")
                 self.has_ended_others = True
+        except ParallelError as error:
+            LOG.error("the other ranks were not told to end: %s", error)
         finally:
             self._engine.close()
 
@@ -198,17 +202,21 @@ def _repeat(engine: Engine, note: Mapping[str, Any]) -> None:
     if "cancel" in note:
         engine.cancel(note["cancel"])
         return
-    added = engine.add(
-        note["prompt"],
-        decode_params(note["params"]),
-        request_id=note["add"],
-        priority=note["priority"],
-        deadline_s=note["deadline_s"],
-        salt=note["salt"].encode("latin-1"),
-        stream=note["stream"],
-    )
-    if isinstance(added, RejectedRequest):
-        raise ParallelError(f"rank 0 has accepted a request, this rank has not: {added.reason}")
+    try:
+        added = engine.add(
+            note["prompt"],
+            decode_params(note["params"]),
+            request_id=note["add"],
+            priority=note["priority"],
+            deadline_s=note["deadline_s"],
+            salt=note["salt"].encode("latin-1"),
+            stream=note["stream"],
+        )
+        reason = added.reason if isinstance(added, RejectedRequest) else None
+    except ValueError as error:
+        reason = str(error)
+    if reason is not None:
+        raise ParallelError(f"rank 0 has accepted a request, this rank has not: {reason}")
 
 
 def encode_params(params: Any) -> dict[str, Any]:

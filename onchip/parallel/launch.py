@@ -30,25 +30,26 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 LOG = logging.getLogger("onchip")
 STEP_TIMEOUT = timedelta(minutes=10)  # of a collective; NCCL's default
 MAX_ERROR_BYTES = 4096
+REFUSALS = (ValueError, OSError)
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 _LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 
 
 class RankFailure(RuntimeError):
     """A rank ended before its work was done. kind: the class of its error; None if the process was
-    killed or ended itself.
+    killed or ended itself. is_refusal: the error was a ValueError or an OSError.
     """
 
-    def __init__(self, rank: int, sentence: str, kind: str | None):
+    def __init__(self, rank: int, sentence: str, kind: str | None = None, is_refusal: bool = False):
         super().__init__(sentence)
-        self.rank, self.kind = rank, kind
+        self.rank, self.kind, self.is_refusal = rank, kind, is_refusal
 
 
 class LaunchResult(NamedTuple):
@@ -108,6 +109,9 @@ def launch_ranks(
                 if stop.received is not None and rank == 0 and failure.exitcode == -signal.SIGUSR1:
                     return LaunchResult(None, stop.received)
                 raise _describe_failure(folder, rank, world_size, failure.exitcode) from None
+            except SignalException as error:  # SIGHUP, SIGQUIT
+                name = signal.Signals(error.sigval).name
+                raise RankFailure(0, f"the launcher was ended by {name}") from None
         return LaunchResult(values[0], stop.received)
 
 
@@ -122,7 +126,7 @@ def run_rank(folder: Path, work: Callable[[RankJob, Any], Any], argument: object
     try:
         value = work(RankJob(rank, world_size, folder), argument)
     except Exception as error:
-        if not isinstance(error, (ValueError, OSError)):
+        if not isinstance(error, REFUSALS):
             LOG.critical("rank %d of %d failed", rank, world_size, exc_info=error)
         _write_error(folder / f"error-{rank}", error)
         raise SystemExit(1) from None
@@ -238,9 +242,12 @@ def _silence_launcher() -> None:
 
 
 def _write_error(file: Path, error: Exception) -> None:
-    sentence = str(error) or type(error).__name__
-    text = json.dumps({"kind": type(error).__name__, "sentence": sentence[: MAX_ERROR_BYTES // 8]})
-    file.write_text(text)
+    fields = {
+        "kind": type(error).__name__,
+        "sentence": (str(error) or type(error).__name__)[: MAX_ERROR_BYTES // 8],
+        "is_refusal": isinstance(error, REFUSALS),
+    }
+    file.write_text(json.dumps(fields))
 
 
 def _describe_failure(folder: Path, rank: int, world_size: int, exit_code: int) -> RankFailure:
@@ -249,8 +256,8 @@ def _describe_failure(folder: Path, rank: int, world_size: int, exit_code: int) 
     if file.exists():
         with file.open() as opened:
             fields = json.loads(opened.read(MAX_ERROR_BYTES))
-        return RankFailure(rank, fields["sentence"], fields["kind"])
+        return RankFailure(rank, **fields)
     end = f"ended with exit code {exit_code}"
     if exit_code < 0:
         end = f"was ended by {signal.Signals(-exit_code).name}"
-    return RankFailure(rank, f"rank {rank} of {world_size} {end}", None)
+    return RankFailure(rank, f"rank {rank} of {world_size} {end}")

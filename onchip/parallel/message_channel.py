@@ -21,6 +21,7 @@ _LENGTH_BYTES = 8
 # Receivers wait for as long as a server may be idle. If the other process ends, its connection
 # closes, and the wait ends at once.
 _IDLE = timedelta(days=365)
+_SEND = timedelta(minutes=10)  # for a receiver that does not read; as long as a collective may take
 
 
 class MessageChannel:
@@ -59,7 +60,9 @@ class MessageChannel:
 
     def _broadcast(self, data: Tensor) -> Tensor:
         try:
-            dist.broadcast(data, 0, group=self._group)
+            work = dist.broadcast(data, 0, group=self._group, async_op=True)
+            assert work is not None  # this rank is in the group
+            work.wait(_SEND if self.rank == 0 else _IDLE)
         except RuntimeError as error:
             lost = "another rank" if self.rank == 0 else "rank 0"
             reason = str(error).partition("\n")[0]

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from onchip.core.extras import MissingPackageError
+from onchip.core.problem import UnsupportedError
 from onchip.engine.followers import LeaderEngine, follow
 from onchip.parallel.comm_base import ParallelError
 from onchip.parallel.launch import RankFailure, RankJob, launch_ranks
@@ -40,6 +42,7 @@ from .process import ServerProcess
 from .service import RETRY_AFTER_S
 
 LOG = logging.getLogger("onchip.serve")
+REFUSALS = {kind.__name__: kind for kind in (MissingPackageError, UnsupportedError)}
 OTHERS_S = 5.0  # for the launcher to find the rank that ended first, before this one ends, too
 
 
@@ -70,8 +73,8 @@ def serve_ranks(
             args.tensor_parallel_size, serve_rank, RankArguments(args, options, keys, sock)
         )
     except RankFailure as failure:
-        if failure.kind in ("ValueError", "OSError", "MissingPackageError", "UnsupportedError"):
-            raise ValueError(str(failure)) from None
+        if failure.is_refusal:
+            raise REFUSALS.get(failure.kind, ValueError)(str(failure)) from None
         print(f"onchip: {failure}: the service has ended", file=sys.stderr)
         return 1
     if result.value is None:
@@ -114,6 +117,8 @@ def _lead(leader: LeaderEngine, arguments: RankArguments) -> RankOutcome:
     leader.on_failure = process.end_after_failure
     signal.signal(signal.SIGUSR1, process.handle_exit)
     process.run([sock])
+    if not process.started:  # a signal came first, and no thread drives the engine
+        leader.close()
     if server.service.death_cause or process.has_lost_rank or not leader.has_ended_others:
         raise SystemExit(1)  # the launcher ends the other ranks
     return RankOutcome(0, summarise(server.service.stats))

@@ -36,7 +36,6 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": len(CHARS),
 }
-# Too few pages for six of the requests.
 OPTIONS = {"num_pages": 30, "max_num_seqs": 6, "device": "cpu"}
 FLAGS = ("--pages", "30", "--max-num-seqs", "6", "--device", "cpu", "--drain-s", "20")
 LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
@@ -152,7 +151,7 @@ def test_all_requests_one_by_one_and_together(start, serving, folder, ask, until
     """Every kind of request, with drafts and preemptions; then both ranks are idle."""
     with serving(LLM(folder, **OPTIONS).engine) as (url, _):
         expected = [complete(ask, url, body) for body in bodies()]
-    child, url = start("--speculative-config", '{"num_speculative_tokens": 2}')
+    child, url = start("--speculative-config", '{"num_speculative_tokens": 2}', "--pages", "14")
     assert [complete(ask, url, body) for body in bodies()] == expected
     with ThreadPoolExecutor(18) as pool:  # more than run at a time, and more than fit
         many = [pool.submit(complete, ask, url, body) for body in bodies() * 2]
