@@ -7,7 +7,7 @@
     close          message ------------------------->  return
 
 All ranks must schedule alike, so a message has everything that a decision may depend on: requests
-with their parameters, and the time, at which the clocks of all ranks stand until the next message.
+with their parameters, and the time, which the clocks of all ranks show until the next message.
 Only accepted requests travel. A grammar is compiled within the limits of rank 0 alone: on another
 rank the same limit could be exceeded.
 
@@ -56,7 +56,8 @@ class Receiver(Protocol):
 
 class LeaderEngine:
     """The engine of rank 0 for one thread, as onchip.engine.Engine. on_failure: called when a step
-    has failed, after which the ranks cannot continue. has_ended_others: they were told to return.
+    has failed, after which the ranks cannot continue. has_ended_others: the other ranks have got
+    their last message.
     """
 
     tokenizer: Tokenizer | None
@@ -151,7 +152,7 @@ class LeaderEngine:
                 self._send("close")
                 self.has_ended_others = True
         except ParallelError as error:
-            LOG.error("the other ranks were not told to end: %s", error)
+            LOG.error("the other ranks did not get their last message: %s", error)
         finally:
             self._engine.close()
 
@@ -220,8 +221,8 @@ def _repeat(engine: Engine, note: Mapping[str, Any]) -> None:
 
 
 def encode_params(params: Any) -> dict[str, Any]:
-    """Parameters of a request as JSON's types. A grammar travels in its parsed form, whose size is
-    bounded. ValueError: this kind of parameters is not served on several ranks.
+    """Parameters of a request as JSON's types. A grammar travels in its parsed form, which has a
+    bounded size. ValueError: this kind of parameters is not served on several ranks.
     """
     kind = type(params).__name__
     if _PARAMS.get(kind) is not type(params):
@@ -251,7 +252,7 @@ def _as_structured_outputs(grammar: Grammar) -> dict[str, Any]:
 
 
 def _fields(params: Any) -> tuple[str, ...]:
-    """Its fields, without the properties that are cached beside them."""
+    """Its fields, without cached properties."""
     return tuple(params.__dataclass_fields__)
 
 
@@ -263,8 +264,8 @@ def _clock_of(engine: Engine) -> RankClock:
 
 
 def _describe_state(engine: Engine) -> dict[str, Any]:
-    """What ranks compare before each step: who runs, the newest token of each sample, free pages.
-    A digest stands for the tokens, so that a message does not grow with the batch.
+    """The fields that ranks compare before each step: requests, the newest token of each sample,
+    free pages. The tokens are compared by a digest, so that a message does not grow with the batch.
     """
     scheduler = engine.scheduler
     running = [

@@ -42,7 +42,9 @@ from .process import ServerProcess
 from .service import RETRY_AFTER_S
 
 LOG = logging.getLogger("onchip.serve")
-REFUSALS = {kind.__name__: kind for kind in (MissingPackageError, UnsupportedError)}
+REFUSALS: dict[str, type[ValueError]] = {
+    kind.__name__: kind for kind in (MissingPackageError, UnsupportedError)
+}
 OTHERS_S = 5.0  # for the launcher to find the rank that ended first, before this one ends, too
 
 
@@ -74,7 +76,7 @@ def serve_ranks(
         )
     except RankFailure as failure:
         if failure.is_refusal:
-            raise REFUSALS.get(failure.kind, ValueError)(str(failure)) from None
+            raise REFUSALS.get(failure.kind or "", ValueError)(str(failure)) from None
         print(f"onchip: {failure}: the service has ended", file=sys.stderr)
         return 1
     if result.value is None:
@@ -117,7 +119,7 @@ def _lead(leader: LeaderEngine, arguments: RankArguments) -> RankOutcome:
     leader.on_failure = process.end_after_failure
     signal.signal(signal.SIGUSR1, process.handle_exit)
     process.run([sock])
-    if not process.started:  # a signal came first, and no thread drives the engine
+    if not process.started:  # a signal was faster: no thread drives the engine
         leader.close()
     if server.service.death_cause or process.has_lost_rank or not leader.has_ended_others:
         raise SystemExit(1)  # the launcher ends the other ranks
