@@ -90,7 +90,10 @@ ALLOWED = {
         *("core.problem", "cost", "kvcache", "models", "parallel"),
     },
     "nn": {"core.arguments", "core.functional", "core.problem", "masks", "models"},
-    "server": {"core.extras", "core.hub_cache", "core.problem", "engine", "kvcache", "models"},
+    "server": {
+        *("core.extras", "core.hub_cache", "core.problem", "engine", "kvcache", "models"),
+        "parallel",
+    },
     "integrations": {
         *("core.backend", "core.call_cache", "core.device", "core.functional", "core.problem"),
         *("core.signatures", "core.torch_mode", "core.torch_op", "core.validation", "core.values"),

@@ -59,16 +59,17 @@ class EngineError(RuntimeError):
 @dataclass(frozen=True)
 class ExecutionConfig:
     """overlap: schedule a step while the one before runs; None: only on a GPU. graphs: replay steps
-    from CUDA graphs. clock: time of arrivals and deadlines. wait_for_grammars: `add` waits for a
-    request's grammar, so that no decision depends on time. cascade: "auto" reads the pages that
-    requests share once where the cost model predicts that this saves time, "off" never, "always"
-    wherever two requests share a page.
+    from CUDA graphs. clock: time of arrivals and deadlines. lockstep: other ranks make the same
+    calls, and no decision may depend on time: `add` waits for a request's grammar, swaps wait for
+    their copies, and the costs of preemption are estimated, not measured. cascade: "auto" reads the
+    pages that requests share once where the cost model predicts that this saves time, "off" never,
+    "always" wherever two requests share a page.
     """
 
     overlap: bool | None = None
     graphs: bool = True
     clock: Callable[[], float] = time.monotonic
-    wait_for_grammars: bool = False
+    lockstep: bool = False
     cascade: str = "auto"
 
 
@@ -122,12 +123,15 @@ class Engine:
             prefix_reuse=prefix_caching,
             offload_pages=offload_pages,
         )
-        self.tier = HostTier(self.cache, host_pages) if host_pages else None
+        self.tier = (
+            HostTier(self.cache, host_pages, waits=execution.lockstep) if host_pages else None
+        )
         self.costs = PreemptionCosts(spec.page_bytes) if host_pages else None
+        self._measured_costs = None if execution.lockstep else self.costs
         self._draft = None if draft_model is None else self._make_draft(draft_model)
         self._speculator = _make_speculator(model, spec, speculative_config, self._draft)
         self._clock = execution.clock
-        self._wait_for_grammars = execution.wait_for_grammars
+        self._lockstep = execution.lockstep
         self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size, self.eos_token_ids)
         self._runner = ModelRunner(model, self.cache, execution.graphs, execution.cascade)
         self._overlap = (
@@ -192,7 +196,7 @@ class Engine:
         )
         self._prepare(request, prompt if isinstance(prompt, str) else None)
         request.grammar = self.compile_grammar(request.params)
-        if request.grammar is not None and self._wait_for_grammars and request.grammar.error:
+        if request.grammar is not None and self._lockstep and request.grammar.error:
             raise ValueError(request.grammar.error)
         with self._changing_state():
             refused = self.scheduler.add(request)
@@ -220,6 +224,10 @@ class Engine:
     def warm_up_grammars(self) -> None:
         """Prepare for structured output in another thread, if its package is installed."""
         self._grammars.warm_up()
+
+    def trust_grammars(self) -> None:
+        """Compile grammars without limits: another rank has compiled them within its own."""
+        self._grammars.trust()
 
     def graph_bytes(self) -> int:
         """Estimate the GPU memory that `warm_up` would take from a few recordings; 0 on the CPU."""
@@ -413,8 +421,8 @@ class Engine:
         self._recorder.count_step(in_flight.step, num_generated, waited_s, in_flight.unread_tokens)
         if in_flight.step.streamed_pages:
             self.scheduler.pacer.observe(seconds)
-        elif self.costs is not None and tokens >= _MOSTLY_PREFILL * len(in_flight.step.chunks):
-            self.costs.observe(tokens, seconds)
+        elif self._measured_costs and tokens >= _MOSTLY_PREFILL * len(in_flight.step.chunks):
+            self._measured_costs.observe(tokens, seconds)
 
     def _fail(self, error: Exception) -> EngineError:
         self._failed = f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -47,8 +47,8 @@ class LLM:
     `SpeculativeConfig`; outputs do not change, see docs/engine.md.
 
     tensor_parallel_size: torchrun starts this many processes, which all make the same calls. All
-    ranks must decide alike, so nothing may depend on time: no swapping, no graphs, and metrics
-    count calls instead of seconds.
+    ranks must decide alike, so nothing may depend on time: no graphs, swaps wait for their copies,
+    and metrics count calls instead of seconds. Each process has a swap_space.
     """
 
     engine: Engine
@@ -113,7 +113,7 @@ class LLM:
             num_pages=num_pages,
             page_size=block_size,
             kv_dtype=kv_dtype,
-            host_pages=memory.host_pages(spec, swap_space, num_pages) if ranks.is_single else 0,
+            host_pages=memory.host_pages(spec, swap_space, num_pages),
             offload_pages=memory.offload_pages(spec, kv_offloading_size, num_pages),
             prefix_caching=enable_prefix_caching,
             eos_token_ids=_eos(model),
@@ -123,7 +123,7 @@ class LLM:
             execution=ExecutionConfig(
                 graphs=graphs,
                 clock=ranks.clock,
-                wait_for_grammars=not ranks.is_single,
+                lockstep=not ranks.is_single,
                 cascade=cascade,
             ),
         )

@@ -32,6 +32,21 @@ _DTYPES = {
 }
 
 
+class RankClock:
+    """A clock that shows the same on all ranks: the number of its calls or, once `set` was called,
+    the time of the last `set`.
+    """
+
+    def __init__(self) -> None:
+        self._calls, self._now = count(), None
+
+    def __call__(self) -> float:
+        return next(self._calls) if self._now is None else self._now
+
+    def set(self, now: float) -> None:
+        self._now = now
+
+
 class Ranks:
     """One process per part of a model. A single process does not communicate."""
 
@@ -50,7 +65,7 @@ class Ranks:
     @property
     def clock(self) -> Callable[[], float]:
         """The same on all ranks: seconds for a single process, otherwise the number of calls."""
-        return time.monotonic if self.is_single else count().__next__
+        return time.monotonic if self.is_single else RankClock()
 
     def load(
         self,
@@ -62,9 +77,9 @@ class Ranks:
         if not isinstance(model, (str, Path)):
             return self._check_single(model)
         device, chosen = self._device(device), _dtype(dtype)
+        check_divisible(model, self._world_size)
         if model in builtin.NAMES:
-            loaded = builtin.load_builtin(str(model), device, chosen or torch.float32)
-            return self._check_single(loaded)
+            return builtin.load_builtin(str(model), device, chosen or torch.float32)
         if not is_native(model):
             return self._load_foreign(model, device, chosen)
         checkpoint = inspect(model)
@@ -90,11 +105,6 @@ class Ranks:
     def _load_foreign(
         self, folder: str | Path, device: torch.device, dtype: torch.dtype | None
     ) -> Model:
-        if not self.is_single:
-            raise ValueError(
-                f"tensor_parallel_size={self._world_size} needs a native model; the one of {folder}"
-                " runs through transformers, on one device"
-            )
         stored = inspect_foreign(folder, dtype).dtype
         return load_foreign(folder, device, _computed_dtype(stored, device, dtype))
 
@@ -114,6 +124,27 @@ class Ranks:
         if is_own:
             torch.cuda.set_device(own_device)
         return own_device
+
+
+def check_divisible(model: str | Path, world_size: int) -> None:
+    """ValueError: why the ranks cannot load the model in parts. Weights are not read."""
+    if world_size == 1:
+        return
+    if model in builtin.NAMES:
+        config = builtin.read_config(str(model))
+    elif is_native(model):
+        config = inspect(model).config
+    else:
+        raise ValueError(
+            f"tensor_parallel_size={world_size} needs a native model; the one of {model} runs"
+            " through transformers, on one device"
+        )
+    try:
+        config.shard(world_size)
+    except ValueError as error:
+        raise ValueError(
+            f"tensor_parallel_size={world_size} does not divide {model}: {error}"
+        ) from None
 
 
 def _computed_dtype(

@@ -78,15 +78,23 @@ class HostTier:
 
     Copies overlap with computation. Device pages return to the pool when their copy is done, which
     the next `poll`, `swap_out` or `swap_in` notices. A group occupies whole chunks of chunk_pages.
+    waits: these calls wait for the copies instead, so that nothing depends on their time.
     """
 
     chunk_pages: int
     capacity: int
 
-    def __init__(self, cache: KVCache, num_pages: int, *, chunk_pages: int | None = None):
+    def __init__(
+        self,
+        cache: KVCache,
+        num_pages: int,
+        *,
+        chunk_pages: int | None = None,
+        waits: bool = False,
+    ):
         if num_pages < 1 or (chunk_pages is not None and chunk_pages < 1):
             raise ValueError(f"{num_pages=} and {chunk_pages=} must be at least 1")
-        self._cache = cache
+        self._cache, self._waits = cache, waits
         wanted = chunk_pages or max(1, CHUNK_BYTES // cache.spec.page_bytes)
         self.chunk_pages = min(wanted, num_pages)
         num_chunks = num_pages // self.chunk_pages
@@ -170,6 +178,8 @@ class HostTier:
         """
         moving, self._moving = self._moving, []
         for transfer, group in moving:
+            if self._waits:
+                transfer.synchronize()
             if not transfer.done():
                 self._moving.append((transfer, group))
             elif group.status is SwapStatus.SWAPPING_OUT:

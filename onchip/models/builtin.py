@@ -36,7 +36,15 @@ def load_builtin(name: str, device: torch.device | str, dtype: torch.dtype) -> D
     return tiny_draft(device, dtype) if name == DRAFT else tiny(device, dtype)
 
 
+def read_config(name: str) -> ModelConfig:
+    """By one of NAMES."""
+    return _config(DRAFT_FOLDER if name == DRAFT else FOLDER)
+
+
+def _config(folder: Path) -> ModelConfig:
+    return ModelConfig.from_hf(read_json(folder / "config.json"))
+
+
 def _load(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Decoder:
-    config = ModelConfig.from_hf(read_json(folder / "config.json"))
     tensors = dequantise(safetensors.read_all(folder / WEIGHTS.name))
-    return from_tensors(config, tensors, device, dtype)
+    return from_tensors(_config(folder), tensors, device, dtype)

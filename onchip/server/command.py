@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,11 @@ from onchip.core.extras import require
 from onchip.core.hub_cache import is_model_id
 from onchip.engine.engine import Engine
 from onchip.engine.llm import LLM
+from onchip.engine.ranks import check_divisible
 from onchip.engine.speculation.config import SpeculativeConfig
 from onchip.engine.stats import EngineStats
 from onchip.engine.step import Limits
-from onchip.models import about, builtin
+from onchip.models import Model, about, builtin, resolve
 
 from .api_keys import ENVIRONMENT, Keyring, read_keys
 from .app import Server, ServerOptions
@@ -37,32 +39,59 @@ def serve(args: SimpleNamespace) -> int:
     address = Address(args.host, args.port)
     keys = _keyring(args, address)
     options = make_options(args, address, keys)
-    SpeculativeConfig.parse_json(args.speculative_config)
+    speculation = SpeculativeConfig.parse_json(args.speculative_config)
+    if args.tensor_parallel_size > 1:
+        check_tensor_parallel(args, speculation)
     if args.replicas > 1:
         require("onchip serve --replicas", "ray", "ray")
     sock = address.bind()
     raise_file_limit()
     if args.replicas > 1:
         return _serve_replicas(args, options, keys, sock)
+    if args.tensor_parallel_size > 1:
+        return _serve_ranks(args, options, keys, sock)
     server = make_server(args, options, keys)
-    announce = lambda: _announce(options.model, keys, url_of(sock), args.model)
-    process = ServerProcess(server, args.drain_s, announce)
+    process = ServerProcess(server, args.drain_s, make_announcement(args, options, keys, sock))
     process.run([sock])
     if server.service.death_cause:
         return 1
     if process.was_interrupted:
-        raise KeyboardInterrupt(_summarise(server.service.stats))
+        raise KeyboardInterrupt(summarise(server.service.stats))
     return 0
 
 
 def make_server(args: SimpleNamespace, options: ServerOptions, keys: Keyring) -> Server:
     """Load the model and put a server in front of its engine."""
-    engine = _model(args, SpeculativeConfig.parse_json(args.speculative_config)).engine
+    engine = load_engine(args)
     LOG.info("%s", describe(engine, options.model))
+    return Server(engine, add_model_type(options, engine.model), keys)
+
+
+def load_engine(args: SimpleNamespace) -> Engine:
+    engine = _model(args, SpeculativeConfig.parse_json(args.speculative_config)).engine
     if args.model not in builtin.NAMES:  # a vocabulary of 257 tokens needs no preparation
         engine.warm_up_grammars()
-    options = replace(options, model_type=getattr(engine.model.config, "model_type", ""))
-    return Server(engine, options, keys)
+    return engine
+
+
+def add_model_type(options: ServerOptions, model: Model) -> ServerOptions:
+    return replace(options, model_type=getattr(model.config, "model_type", ""))
+
+
+def make_announcement(
+    args: SimpleNamespace, options: ServerOptions, keys: Keyring, sock: socket.socket
+) -> Callable[[], None]:
+    """Prints the address of a server that listens."""
+    return lambda: _announce(options.model, keys, url_of(sock), args.model)
+
+
+def _serve_ranks(
+    args: SimpleNamespace, options: ServerOptions, keys: Keyring, sock: socket.socket
+) -> int:
+    os.environ.pop(ENVIRONMENT, None)  # rank 0 gets the keyring, the other ranks need no keys
+    from .tensor_parallel import serve_ranks  # torch.distributed is slow to import
+
+    return serve_ranks(args, options, keys, sock)
 
 
 def _serve_replicas(
@@ -79,12 +108,31 @@ def _serve_replicas(
     )
     port = sock.getsockname()[1]  # the option may be 0
     with Cluster({**vars(args), "port": port}) as replicas:
-        announce = lambda: _announce(options.model, keys, url_of(sock), args.model)
+        announce = make_announcement(args, options, keys, sock)
         process = ServerProcess(Gateway(replicas, options, keys), args.drain_s, announce)
         process.run([sock])
     if process.was_interrupted:
         raise KeyboardInterrupt("the replicas have ended")
     return 0
+
+
+def check_tensor_parallel(args: SimpleNamespace, speculation: SpeculativeConfig | None) -> None:
+    """ValueError: these options are not served by several ranks. No weights are read."""
+    size = args.tensor_parallel_size
+    with_size = f"is not served with tensor_parallel_size={size}"
+    if args.replicas > 1:
+        raise ValueError(f"replicas={args.replicas} {with_size}: each replica is one process")
+    if args.kv_offloading_size:
+        raise ValueError(f"kv_offloading_size={args.kv_offloading_size:g} {with_size}")
+    if speculation is not None and speculation.model is not None:
+        raise ValueError(f'a draft model {with_size}: method "ngram" is')
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if str(device) not in ("cpu", "cuda"):
+        raise ValueError(f"device={device} {with_size}: each rank has its own, give cpu or cuda")
+    if str(device) == "cuda" and torch.cuda.device_count() < size:
+        count = torch.cuda.device_count()
+        raise ValueError(f"tensor_parallel_size={size} needs {size} GPUs, {count} are here")
+    check_divisible(resolve(args.model), size)
 
 
 def _keyring(args: SimpleNamespace, address: Address) -> Keyring:
@@ -106,6 +154,7 @@ def _model(args: SimpleNamespace, speculation: SpeculativeConfig | None) -> LLM:
         torch.set_num_threads(1)  # its matrices are too small for several threads
     return LLM(
         args.model,
+        tensor_parallel_size=args.tensor_parallel_size,
         max_model_len=args.max_model_len,
         block_size=args.page_size,
         num_pages=args.pages or (BUILTIN_PAGES if tiny else None),
@@ -162,7 +211,7 @@ def describe(engine: Engine, name: str) -> str:
     return " ".join(words)
 
 
-def _summarise(stats: EngineStats) -> str:
+def summarise(stats: EngineStats) -> str:
     drafts = f" ({stats.speculation})" if stats.speculation else ""
     return f"{stats.tokens_generated} tokens were generated{drafts}"
 

@@ -7,9 +7,9 @@ from onchip.kvcache import HostTier, KVCache, NoRoom, Spec
 from onchip.kvcache.swap import SwapStatus
 
 
-def make(num_pages=20, host_pages=12, chunk_pages=3, late=None, spec=None):
+def make(num_pages=20, host_pages=12, chunk_pages=3, late=None, spec=None, waits=False):
     cache = KVCache(spec or Spec(2, 1, 3, 2, 4, torch.float32), num_pages, max_seqs=6)
-    tier = HostTier(cache, host_pages, chunk_pages=chunk_pages)
+    tier = HostTier(cache, host_pages, chunk_pages=chunk_pages, waits=waits)
     if late:
         late(tier)
     return cache, tier
@@ -138,6 +138,17 @@ def test_device_pages_are_free_when_the_copy_is_done_not_before(late):
     torch.testing.assert_close(read(cache, sequence), expected, rtol=0, atol=0)
     tier.poll()
     assert tier.num_free == tier.capacity
+
+
+def test_a_tier_that_waits_frees_pages_at_once(late):
+    """Several ranks decide by free pages, which must not depend on the time of a copy."""
+    cache, tier = make(late=late, waits=True)
+    before, free = cache.pool.num_free, tier.num_free
+    group = tier.swap_out([start(cache, list(range(10)))])
+    assert group.status is SwapStatus.SWAPPED_OUT and cache.pool.num_free == before
+    assert tier.swap_in(group) is None
+    tier.poll()
+    assert tier.num_free == free
 
 
 def test_swap_in_before_the_copy_out_is_done(late):

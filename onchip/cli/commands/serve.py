@@ -35,6 +35,10 @@ def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
         ("onchip serve", "The built-in model on port 8000."),
         ("onchip serve --model Qwen/Qwen3-0.6B --api-key-file keys.txt", "A model, with keys."),
         ("onchip serve --replicas 3", "Three servers behind one address, on Ray Serve."),
+        (
+            "onchip serve --model models/Qwen3-8B --tensor-parallel-size 2",
+            "One model, divided among two processes.",
+        ),
         ("onchip serve --port 9000 --print-config > serve.toml", "Write a file of options."),
         ("onchip serve --config serve.toml", "Serve with these options."),
     ),
@@ -74,6 +78,13 @@ def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
     default=1,
     metavar="N",
     help="Number of servers behind this address, on Ray Serve; 1: in this process.",
+)
+@click.option(
+    "--tensor-parallel-size",
+    type=POSITIVE,
+    default=1,
+    metavar="N",
+    help="Number of processes of this machine that divide the model; on GPUs, one each.",
 )
 @device_option()
 @model_dtype_option()

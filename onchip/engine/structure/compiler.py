@@ -86,6 +86,11 @@ class GrammarCompiler:
         self._threads: ThreadPoolExecutor | None = None
         self._workers: TextWorkerPool | None = None
         self._index: Any = None
+        self._is_trusted = False
+
+    def trust(self) -> None:
+        """Skip the text worker from now on: another process has built the same grammars in one."""
+        self._is_trusted = True
 
     def compile(self, grammar: Grammar) -> PendingGrammar:
         """Start to compile a grammar, or find it. ValueError: this engine compiles none."""
@@ -136,7 +141,7 @@ class GrammarCompiler:
         return self._threads
 
     def _build(self, grammar: Grammar) -> Any:
-        if self._workers is not None:
+        if self._workers is not None and not self._is_trusted:
             try:
                 self._workers.run("check_grammar", COMPILE_S, kind=grammar.kind, text=grammar.text)
             except JobEnded as error:
