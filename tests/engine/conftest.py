@@ -2,6 +2,7 @@
 
 import importlib.util
 import random
+from contextlib import nullcontext
 from hashlib import blake2b
 from pathlib import Path
 
@@ -288,6 +289,9 @@ class HashDraft(DraftModelProposer):
         drafts = super().propose(wanted)
         self.cache.check()
         return drafts
+
+    def _limit_threads(self, drafting):
+        return nullcontext()
 
     def _compute(self, drafting, ids):
         batch = self.cache.view([d.sequence for d in drafting])

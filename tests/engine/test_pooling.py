@@ -56,10 +56,13 @@ class EagerGraphs:
     def has_graph_for(self, num_tokens):
         return True
 
-    def replay(self, step, ids):
-        return self.replay_mixed(step, ids, torch.arange(len(ids)))
+    def plan(self, batch, is_decode_only):
+        return None
 
-    def replay_mixed(self, step, ids, rows):
+    def replay(self, step, ids, shared):
+        return self.replay_mixed(step, ids, torch.arange(len(ids)), shared)
+
+    def replay_mixed(self, step, ids, rows, shared):
         self.num_rows.append((len(step.rows_to_sample), len(rows)))
         batch = self.cache.view(step.sequences)
         tokens = fill_in_sampled(ids, self.last)

@@ -13,6 +13,7 @@ Rejected drafts are dropped from its pages when the sample is next drafted for.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -56,8 +57,11 @@ class DraftModelProposer:
 
     def __init__(self, model: Model, cache: KVCache, max_tokens: int):
         self.model, self.cache, self._max_tokens = model, cache, max_tokens
-        self._threads = StepThreads(model)
         self._sequences: dict[Sample, DraftSequence] = {}
+
+    @cached_property
+    def _threads(self) -> StepThreads:
+        return StepThreads(self.model)
 
     def reset(self) -> None:
         """Forget all samples, also after an interrupt."""
