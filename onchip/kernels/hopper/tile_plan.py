@@ -14,7 +14,7 @@ from onchip.kernels.tiles import (
     describe_hopper_row,
     hopper_backward_config,
     hopper_forward_of,
-    hopper_width,
+    hopper_forward_widths,
 )
 
 # Bytes of the L2 for heads that are computed together. The L2 has 50 MB, but each half of the SMs
@@ -114,7 +114,7 @@ def _heads_per_tile(problem: Problem, config: HopperConfig, is_cut: bool) -> int
     group = problem.group_size
     if problem.has_mask or 64 % group:
         return 1
-    dim = max(hopper_width(problem.head_dim), hopper_width(problem.head_dim_v))
+    dim = max(hopper_forward_widths(problem))
     varied = is_cut and dim in HOPPER_FORWARD_SHORT  # one variant less to compile
     few = problem.seqlen_q * group <= 64 * config.consumers and not varied
     return group if few or problem.page_size else 1
