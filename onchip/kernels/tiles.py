@@ -531,8 +531,14 @@ def _keys_met(problem: Problem) -> int:
 
 def hopper_stages_out(problem: Problem) -> bool:
     """Whether the output is stored through shared memory (TMA), not directly from registers."""
-    rounded = problem.out_dtype.itemsize == 2
-    return rounded or hopper_forward_widths(problem)[1] <= HOPPER_UNROUNDED_WIDTH
+    return problem.out_dtype.itemsize == 2 or stages_unrounded(*hopper_forward_widths(problem))
+
+
+def stages_unrounded(width: int, width_v: int) -> bool:
+    """Whether an unrounded output fits shared memory. Beside q and k of 160 or 192 columns, tiles of
+    128 keys leave no memory for it.
+    """
+    return width_v <= HOPPER_UNROUNDED_WIDTH and width not in (160, 192)
 
 
 def hopper_forward_config(
