@@ -353,23 +353,25 @@ _D128 = HopperConfig(
 # 64 keys a tile: the accumulator takes 128 registers; q and two stages of k and v fill 192 kB.
 # dynamic: ptxas then waits for the values' product in the middle of the softmax, not before it.
 _D256 = HopperConfig(64, 2, 2, out_in_q=True, dynamic=True)
-# By width, bf16 on an H200, 2026-11-16; docs/notebook.md has the runs. Rows of 32, 80, 96, 160 and
-# 192 (2026-11-18) are by ptxas reports, not timed: those of the next power of two, and what the
-# memory and the registers of the other columns allow. 32: four stages fit.
+# By ptxas reports (2026-11-18), not timed: rows of 32, 80, 96, 160 and 192 columns begin with those
+# of the next power of two. 32: four stages fit.
 _D32 = _D64._replace(num_stages=4)
-_D96 = _D128._replace(delay_pv_wait=8)
-# 128 keys a tile: q and two stages of k and v fill 200 kB, the output leaves through q's memory.
+# 128 keys a tile: q and two stages of k and v fill 200 kB, and the output leaves through q's memory.
+# Every option that takes a register spills: a later wait for values 36 of 657 instructions, rescale=
+# "moved" 2 of 620.
 _D160 = HopperConfig(128, 2, 2, out_in_q=True, dynamic=True)
-# 64 keys a tile: with 128, q and two stages of k and v would be 240 kB.
+# 64 keys a tile: with 128, q and two stages of k and v would be 240 kB, and ptxas waits for each
+# wgmma on its own.
 _D192 = HopperConfig(64, 2, 3, out_in_q=True, dynamic=True)
+# By width, bf16 on an H200, 2026-11-16; docs/notebook.md has the runs.
 HOPPER_FORWARD = {
     32: _D32,
     64: _D64,
-    80: _D96,
-    96: _D96,
+    80: _D128._replace(delay_pv_wait=8),
+    96: _D128._replace(delay_pv_wait=8),
     128: _D128._replace(delay_pv_wait=8),
     160: _D160,
-    192: _D192,
+    192: _D192._replace(rescale="moved", delay_pv_wait=4, named_barriers=True),
     256: _D256._replace(rescale="moved", delay_pv_wait=4, named_barriers=True),
 }
 # The wait for values after 4 exponentials: 1.08x in dense calls of head_dim 256, where more
@@ -379,11 +381,12 @@ HOPPER_FORWARD_DENSE = {
     80: _D128,
     96: _D128,
     128: _D128,
+    192: _D192._replace(delay_pv_wait=4),
     256: _D256._replace(delay_pv_wait=4),
 }
-# q and k of 192 columns, v of at most 128 (multi-head latent attention): 128 keys a tile fit, 208
-# kB. By ptxas reports (2026-11-18), not timed.
-HOPPER_FORWARD_MLA = {192: HopperConfig(128, 2, 2, out_in_q=True, dynamic=True)}
+# q and k of 192 columns, v of at most 128 (multi-head latent attention): tiles of 128 keys fit, 208
+# kB with the output in q's memory. By ptxas reports (2026-11-18), not timed.
+HOPPER_FORWARD_MLA = {192: _D128._replace(q_stages=1, out_in_q=True, delay_pv_wait=8)}
 # Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k. In a square they
 # waste the rest of the last tile; at 512 tokens both are equally fast. Tiles of a short window are
 # mostly masked, too: 1.25x with 256 keys, 1.29x with 512, 1.04 to 0.99x with 1,024, 0.90x with
@@ -397,6 +400,7 @@ HOPPER_FEW = 64
 # with the next. Four stages, otherwise consumers wait for each other: 1.10x over three stages with
 # 75 % of the blocks, 1.20x with 50 %. The wait for values behind 4 exponentials at head_dim 128:
 # 1.01x; 2, 4, 8 at 64: 1.003x, 0.996x, 0.976x with 75 % of the blocks.
+# Words of a mask leave too few registers for 160 columns and 128 keys (8 spills of 785).
 _STRIPS = HopperConfig(128, 3, 4, q_stages=2, named_barriers=True, delay_pv_wait=2, **_THREE)
 HOPPER_FORWARD_MASK = {
     32: _STRIPS,
@@ -404,7 +408,7 @@ HOPPER_FORWARD_MASK = {
     80: _D128._replace(delay_pv_wait=4),
     96: _D128._replace(delay_pv_wait=4),
     128: _D128._replace(delay_pv_wait=4),
-    160: _D160,
+    160: _D192,
     192: _D192,
     256: _D256,
 }
@@ -461,7 +465,7 @@ def hopper_width(head_dim: int) -> int:
 
 # Widths of the forward's tiles: a power of two, or a power of two and a tail of 16, 32 or 64
 # columns (hopper/column_tails.py). 112 as 64 + 32 + 16 took 8 % longer than padded to 128: three
-# products lose (H200). 48 as 32 + 16 was not timed: PV would take two products of few columns, which
+# products lose (H200). 48 as 32 + 16 was not timed: PV would be two products of few columns, and
 # both read P from registers. Calls over pages have powers of two from 64 on.
 HOPPER_WIDTHS = (32, 64, 80, 96, 128, 160, 192, 256)
 
@@ -535,8 +539,8 @@ def hopper_stages_out(problem: Problem) -> bool:
 
 
 def stages_unrounded(width: int, width_v: int) -> bool:
-    """Whether an unrounded output fits shared memory. Beside q and k of 160 or 192 columns, tiles of
-    128 keys leave no memory for it.
+    """Whether an unrounded output fits shared memory. Beside q and k of 160 or 192 columns, tiles
+    of 128 keys leave no memory for it.
     """
     return width_v <= HOPPER_UNROUNDED_WIDTH and width not in (160, 192)
 

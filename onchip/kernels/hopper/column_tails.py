@@ -43,22 +43,18 @@ def load_with_tail(pipeline, tail, i, desc, tail_desc, coord):
 
 
 @gluon.jit
-def q_columns(pipes, cfg, iteration):
-    """Q of one iteration as matrices: (columns,) or (columns, tail)."""
-    q = (pipes.q.stage(iteration),)
-    if cfg.QK_TAIL:
-        q = q + (pipes.q_tail.matrix(iteration),)
-    return q
-
-
-@gluon.jit
-def start_qk(pipes, cfg, q, i):
-    """Start S = Q K of iteration i."""
+def start_qk(pipes, cfg, i_q, i):
+    """Start S = Q K of iteration i_q of Q and iteration i of K. OPAQUE_Q: the addresses of Q are
+    computed again for each key tile, as in Pipeline.opaque_stage.
+    """
+    if cfg.OPAQUE_Q:
+        i_q += i >> 30
     zero = gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S)
     k = pipes.k.stage(i).permute((1, 0))
-    s = warpgroup_mma(q[0], k, zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(pipes.q.stage(i_q), k, zero, use_acc=False, is_async=True)
     if cfg.QK_TAIL:
-        s = warpgroup_mma(q[1], pipes.k_tail.matrix(i).permute((1, 0)), s, is_async=True)
+        k_tail = pipes.k_tail.matrix(i).permute((1, 0))
+        s = warpgroup_mma(pipes.q_tail.matrix(i_q), k_tail, s, is_async=True)
     return s
 
 

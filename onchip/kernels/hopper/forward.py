@@ -40,7 +40,6 @@ from onchip.kernels.hopper.block_sparse import (
 )
 from onchip.kernels.hopper.column_tails import (
     make_tail,
-    q_columns,
     rescale_acc,
     start_pv,
     start_qk,
@@ -125,12 +124,12 @@ def mask_scores(params, work_tile, s, n, bits, words, is_masked):
 
 
 @gluon.jit
-def start_first_qk(pipes, cfg, q, i, C: gl.constexpr):
+def start_first_qk(pipes, cfg, i_q, i, C: gl.constexpr):
     """Start S = Q K of iteration i, the first key tile of a tile of queries."""
     pipes.k.wait_full(i)
     if cfg.PINGPONG:
         pipes.pingpong.wait_turn(C, i)
-    s_next = start_qk(pipes, cfg, q, i)
+    s_next = start_qk(pipes, cfg, i_q, i)
     if cfg.PINGPONG:
         pipes.pingpong.signal_next(C)
     return s_next
@@ -159,14 +158,14 @@ def finish_first_tile(params, work_tile, s, n, bits, is_masked, dtype: gl.conste
 
 
 @gluon.jit
-def start_tile(pipes, cfg, q, p, acc, alpha, i, last, C: gl.constexpr):
+def start_tile(pipes, cfg, i_q, p, acc, alpha, i, last, C: gl.constexpr):
     """Start (S = Q K of iteration i, O += P V of iteration `last`). With RESCALE_UNDER_QK, acc is
     multiplied by alpha here, while the tensor cores compute S.
     """
     pipes.k.wait_full(i)
     if cfg.PINGPONG:
         pipes.pingpong.wait_turn(C, i)
-    s_next = start_qk(pipes, cfg, q, i)
+    s_next = start_qk(pipes, cfg, i_q, i)
     if cfg.RESCALE_UNDER_QK:
         acc = rescale_acc(acc, alpha, cfg)
     pipes.v.wait_full(last)
@@ -200,18 +199,18 @@ def finish_tile(pipes, params, work_tile, s_next, acc_next, alpha, m, l, i, n, b
 
 
 @gluon.jit
-def fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n, bits, MASKED: gl.constexpr,
-              C: gl.constexpr):  # fmt: skip
-    """Fold key tile n as iteration i: its scores are computed while the values of iteration i - 1
-    are accumulated.
+def fold_tile(pipes, params, work_tile, i_q, p, acc, alpha, m, l, i, n, bits,
+              MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Fold key tile n as iteration i, for the queries of iteration i_q: its scores are computed
+    while the values of iteration i - 1 are accumulated.
     """
-    s_next, acc_next = start_tile(pipes, params.cfg, q, p, acc, alpha, i, i - 1, C)
+    s_next, acc_next = start_tile(pipes, params.cfg, i_q, p, acc, alpha, i, i - 1, C)
     return finish_tile(pipes, params, work_tile, s_next, acc_next, alpha, m, l, i, n, bits, MASKED,
-                       q[0].dtype, C)  # fmt: skip
+                       pipes.q.smem.dtype, C)  # fmt: skip
 
 
 @gluon.jit
-def fold_band(pipes, params, work_tile, own_blocks, q, p, acc, m, l, i, C: gl.constexpr):
+def fold_band(pipes, params, work_tile, own_blocks, i_q, p, acc, m, l, i, C: gl.constexpr):
     """Fold the key tiles of own_blocks after the first: cut by the diagonal, full, cut by the left
     edge of the window. Cut tiles are unrolled, not looped. Otherwise p, carried from loop to loop
     in 16 bits, would be repacked in every iteration (64 more instructions of 520).
@@ -223,25 +222,25 @@ def fold_band(pipes, params, work_tile, own_blocks, q, p, acc, m, l, i, C: gl.co
     for x in gl.static_range(CUTS - 1 if seqlen.HAS_RIGHT else 0):
         n = own_blocks.hi - 2 - x
         if n >= own_blocks.full_hi:
-            p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n,
-                                            -1, True, C)  # fmt: skip
+            p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, i_q, p, acc, alpha, m, l, i,
+                                            n, -1, True, C)  # fmt: skip
             i += 1
     whole_hi = gl.minimum(own_blocks.full_hi, own_blocks.hi - 1)
     for n in range(whole_hi - 1, own_blocks.full_lo - 1, -1):
-        p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n, -1,
-                                        False, C)  # fmt: skip
+        p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, i_q, p, acc, alpha, m, l, i, n,
+                                        -1, False, C)  # fmt: skip
         i += 1
     for x in gl.static_range(CUTS if seqlen.HAS_LEFT else 0):
         n = gl.minimum(own_blocks.full_lo, whole_hi) - 1 - x
         if n >= own_blocks.lo:
-            p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n,
-                                            -1, True, C)  # fmt: skip
+            p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, i_q, p, acc, alpha, m, l, i,
+                                            n, -1, True, C)  # fmt: skip
             i += 1
     return p, acc, alpha, m, l, i
 
 
 @gluon.jit
-def fold_blocks(pipes, params, work_tile, entries, count, q, p, acc, m, l, i, C: gl.constexpr):
+def fold_blocks(pipes, params, work_tile, entries, count, i_q, p, acc, m, l, i, C: gl.constexpr):
     """Fold the tiles that a mask lists; the list is read one tile ahead. gl.assume(i > 0) makes the
     stage of an iteration one instruction instead of four or five. fold_band gains nothing by it
     (and loses 3 % at head_dim 256).
@@ -251,7 +250,7 @@ def fold_blocks(pipes, params, work_tile, entries, count, q, p, acc, m, l, i, C:
     for j in range(1, count):
         gl.assume(i > 0)
         n_next, bits_next = params.blocks.tile(entries, j + 1, params.cfg.TILE_N)
-        p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n,
+        p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, i_q, p, acc, alpha, m, l, i, n,
                                         bits, True, C)  # fmt: skip
         i += 1
         n = n_next
@@ -260,7 +259,7 @@ def fold_blocks(pipes, params, work_tile, entries, count, q, p, acc, m, l, i, C:
 
 
 @gluon.jit
-def fold_strip(pipes, params, work_tile, strip_view, q, p, acc, m, l, last, C: gl.constexpr):
+def fold_strip(pipes, params, work_tile, strip_view, i_q, p, acc, m, l, last, C: gl.constexpr):
     """Fold the entries that a consumer sees of a strip, the first of which is iteration `last`.
     Between two of its own there may be one entry of the other side. It is skipped when the values
     before it are accumulated; not at the end of that loop iteration, where the compiler would pack
@@ -278,14 +277,15 @@ def fold_strip(pipes, params, work_tile, strip_view, q, p, acc, m, l, last, C: g
         i = last + 1 + far
         gl.assume(last >= 0)  # see fold_blocks
         gl.assume(i >= 0)
-        s_next, acc_next = start_tile(pipes, params.cfg, q, p, acc, alpha, i, last, C)
+        s_next, acc_next = start_tile(pipes, params.cfg, i_q, p, acc, alpha, i, last, C)
         pending = far
         far = entry.far()
         at = strip_view.after(at, far)
         after = strip_view.entry(at)  # loads while the tensor cores work
         n, bits = entry.tile(work_tile.seqlen_k)
         p, acc, alpha, m, l = finish_tile(pipes, params, work_tile, s_next, acc_next, alpha, m, l,
-                                          i, n, bits, entry.is_masked(), q[0].dtype, C)  # fmt: skip
+                                          i, n, bits, entry.is_masked(), pipes.q.smem.dtype,
+                                          C)  # fmt: skip
         last = i
         entry = after
     if pending != 0:
@@ -363,36 +363,36 @@ def pop_work(pipes, params, t, C: gl.constexpr):
 
 
 @gluon.jit
-def compute_first_qk(pipes, cfg, work, q_iteration, i, C: gl.constexpr):
+def compute_first_qk(pipes, cfg, work, i_q, i, C: gl.constexpr):
     """(scores of the first key tile that a consumer sees, its iteration)"""
     i = skip_tiles(pipes, cfg, i, work.blocks.hi - work.own_blocks.hi, C)
-    pipes.q.wait_full(q_iteration)
-    s_next = start_first_qk(pipes, cfg, q_columns(pipes, cfg, q_iteration), i, C)
+    pipes.q.wait_full(i_q)
+    s_next = start_first_qk(pipes, cfg, i_q, i, C)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
     pipes.k.release(i)
     return s, i
 
 
 @gluon.jit
-def fold(pipes, params, work, q, s, i, C: gl.constexpr):
+def fold(pipes, params, work, i_q, s, i, C: gl.constexpr):
     """Fold all key tiles of `work`. s: the scores of the first one, iteration i."""
     work_tile, own_blocks = work.work_tile, work.own_blocks
     acc = zero_acc(params.cfg)
-    dtype: gl.constexpr = q[0].dtype
+    dtype: gl.constexpr = pipes.q.smem.dtype
     if params.STRIPS:
         entry = work.entries.entry(work.entries.at(work.entries.top))
         n, bits = entry.tile(work_tile.seqlen_k)
         p, m, l = finish_first_tile(params, work_tile, s, n, bits, entry.is_masked(), dtype)
-        return fold_strip(pipes, params, work_tile, work.entries, q, p, acc, m, l, i, C)
+        return fold_strip(pipes, params, work_tile, work.entries, i_q, p, acc, m, l, i, C)
     elif params.blocks.ON:
         n, bits = params.blocks.tile(work.entries, 0, params.cfg.TILE_N)
         p, m, l = finish_first_tile(params, work_tile, s, n, bits, True, dtype)
         return fold_blocks(
-            pipes, params, work_tile, work.entries, own_blocks.hi, q, p, acc, m, l, i + 1, C
+            pipes, params, work_tile, work.entries, own_blocks.hi, i_q, p, acc, m, l, i + 1, C
         )
     else:
         p, m, l = finish_first_tile(params, work_tile, s, own_blocks.hi - 1, -1, True, dtype)
-        return fold_band(pipes, params, work_tile, own_blocks, q, p, acc, m, l, i + 1, C)
+        return fold_band(pipes, params, work_tile, own_blocks, i_q, p, acc, m, l, i + 1, C)
 
 
 @gluon.jit
@@ -404,8 +404,7 @@ def attend_tile(out, pipes, params, work, t, i, C: gl.constexpr):
     s, i = compute_first_qk(pipes, cfg, work, iteration, i, C)
     release_previous_out(out, cfg, t - 1, C)
     prefetch_lse(out, params, work.work_tile)
-    q = q_columns(pipes, cfg, iteration)
-    p, acc, alpha, m, l, i = fold(pipes, params, work, q, s, i, C)
+    p, acc, alpha, m, l, i = fold(pipes, params, work, iteration, s, i, C)
     if EARLY:
         pipes.q.release(iteration)
     if cfg.RESCALE_UNDER_QK:
@@ -473,7 +472,8 @@ _RUNTIME = [
 
 @gluon.jit(do_not_specialize=_RUNTIME)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ref, q_tail, k_tail, v_tail, out_tail, lse_ptr, sinks_ptr, cu_seqlens_q, cu_seqlens_k, counter,
+    q_desc, k_desc, v_desc, out_ref, q_tail, k_tail, v_tail, out_tail, lse_ptr, sinks_ptr,
+    cu_seqlens_q, cu_seqlens_k, counter,
     full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles, tiles,
     strip_heads, strip_entries,
     seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right, mask_b, mask_h, dim,

@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.block_sparse import BlockMaskLists
-from onchip.kernels.hopper.column_tails import make_tail, start_qk
+from onchip.kernels.hopper.column_tails import make_tail
 from onchip.kernels.hopper.epilogue import (
     ForwardOutput,
     finalize_rows,
@@ -291,12 +291,9 @@ def make_task(params, quant, work_tile, t, C: gl.constexpr):
 @gluon.jit
 def compute_qk(pipes, cfg, q, i, INT8_QK: gl.constexpr, C: gl.constexpr):
     """Q K of iteration i, in int32 for integers. Consumer C signals the next one."""
-    if INT8_QK:
-        zero = gl.zeros([64, cfg.TILE_N], gl.int32, cfg.S)
-        k = pipes.k.stage(i).permute((1, 0))
-        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    else:
-        s = start_qk(pipes, cfg, (q,), i)
+    zero = gl.zeros([64, cfg.TILE_N], gl.int32 if INT8_QK else gl.float32, cfg.S)
+    k = pipes.k.stage(i).permute((1, 0))
+    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     if cfg.PINGPONG:
         pipes.pingpong.signal_next(C)
     return warpgroup_mma_wait(num_outstanding=0, deps=(s,))

@@ -48,8 +48,9 @@ class ForwardPipelines:
 class ForwardConfig:
     """Compile-time choices of the forward. Layouts: S of scores (64, TILE_N), O of the output (64,
     WIDTH), P of p as the left operand of PV. Operands of PV have BITS, operands of QK S_BITS.
-    QK_TAIL, TAIL: columns of the tails of q and k, and of v and the output, 0 without a tail; O_TAIL
-    and P_TAIL are the layouts of PV's tail.
+    QK_TAIL, TAIL: columns of the tails of q and k, and of v and the output, 0 without a tail.
+    O_TAIL and P_TAIL: the layouts of PV's tail. OPAQUE_Q: scores of 128 keys and an output of more than
+    128 columns leave no registers for the addresses of Q (column_tails.start_qk).
     """
 
     TILE_N: gl.constexpr
@@ -69,6 +70,7 @@ class ForwardConfig:
     TAIL: gl.constexpr
     O_TAIL: gl.constexpr
     P_TAIL: gl.constexpr
+    OPAQUE_Q: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -92,6 +94,7 @@ class ForwardConfig:
         self.QK_TAIL = gl.constexpr(QK_TAIL)
         self.TAIL = gl.constexpr(TAIL)
         self.O_TAIL = gl.constexpr(wide(TAIL or WIDTH, BITS))
+        self.OPAQUE_Q = gl.constexpr(TILE_N >= 128 and TAIL > 0 and WIDTH + TAIL > 128)
         self.P_TAIL = gl.constexpr(gl.DotOperandLayout(0, wide(TAIL or WIDTH, BITS), 32 // BITS))
 
 

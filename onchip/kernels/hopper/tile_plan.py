@@ -60,8 +60,9 @@ def describe_tiles(problem: Problem, processors: int) -> str:
     return (
         f"{min(plan.num_tiles, processors)} programs for {plan.num_tiles} tiles:"
         f" {config.consumers} x 64 queries{heads}, {config.tile_n} keys at a time in"
-        f" {config.num_stages} stages{_describe_columns(problem)}; registers: {config.consumer_regs} of a consumer,"
-        f" {config.producer_regs} of the producer; {describe_hopper_row(problem)}"
+        f" {config.num_stages} stages{_describe_columns(problem)}; registers:"
+        f" {config.consumer_regs} of a consumer, {config.producer_regs} of the producer;"
+        f" {describe_hopper_row(problem)}"
     )
 
 

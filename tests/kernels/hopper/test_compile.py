@@ -89,15 +89,17 @@ FORWARD = [
     Variant(32, {"causal": True, "lengths": (200, 4000)}),
     Variant(32, {"causal": True}),
     Variant(160, {}),
-    Variant(160, {"causal": True}, (0.01, 0.01)),
+    Variant(160, {"causal": True}),
     Variant(192, {}),
     Variant(192, {"causal": True}),
     Variant(192, {"head_dim_v": 128}),
     Variant(192, {"head_dim_v": 128, "causal": True, "num_kv_heads": 2}),
+    Variant(192, {**PACKED, "head_dim_v": 128, "sinks": True, "softcap": 5.0}),
     Variant(72, {**PACKED, "head_dim_v": 88, "sinks": True, "softcap": 5.0}),
     Variant(96, {"dtype": FP16, **WINDOW}),
     Variant(80, {"causal": True, "num_kv_heads": 1, "lengths": (17, 300)}),  # heads share a tile
     Variant(80, {"mask": True}),
+    Variant(160, {"mask": True}),
     Variant(32, {"mask": True, "lengths": (200, 4000)}),  # strips
     Variant(96, {"out_dtype": torch.float32}),
     Variant(192, {"out_dtype": torch.float32, "causal": True}),
