@@ -356,9 +356,9 @@ _D256 = HopperConfig(64, 2, 2, out_in_q=True, dynamic=True)
 # By ptxas reports (2026-11-18), not timed: rows of 32, 80, 96, 160 and 192 columns begin with those
 # of the next power of two. 32: four stages fit.
 _D32 = _D64._replace(num_stages=4)
-# 128 keys a tile: q and two stages of k and v fill 200 kB, and the output leaves through q's memory.
-# Every option that takes a register spills: a later wait for values 36 of 657 instructions, rescale=
-# "moved" 2 of 620.
+# 128 keys a tile: q and two stages of k and v fill 200 kB, so the output leaves through q's memory.
+# Every option that takes a register spills: a later wait for values 36 of 657 instructions in the
+# loop, rescale="moved" 2 of 620.
 _D160 = HopperConfig(128, 2, 2, out_in_q=True, dynamic=True)
 # 64 keys a tile: with 128, q and two stages of k and v would be 240 kB, and ptxas waits for each
 # wgmma on its own.

@@ -49,8 +49,8 @@ class ForwardConfig:
     """Compile-time choices of the forward. Layouts: S of scores (64, TILE_N), O of the output (64,
     WIDTH), P of p as the left operand of PV. Operands of PV have BITS, operands of QK S_BITS.
     QK_TAIL, TAIL: columns of the tails of q and k, and of v and the output, 0 without a tail.
-    O_TAIL and P_TAIL: the layouts of PV's tail. OPAQUE_Q: scores of 128 keys and an output of more than
-    128 columns leave no registers for the addresses of Q (column_tails.start_qk).
+    O_TAIL and P_TAIL: the layouts of PV's tail. OPAQUE_Q: scores of 128 keys and an output of more
+    than 128 columns leave no registers for the addresses of Q (column_tails.start_qk).
     """
 
     TILE_N: gl.constexpr
