@@ -1,4 +1,4 @@
-"""Tiles whose width is no power of two: their last columns are a second tile, the tail.
+"""Tiles of a width that is no power of two: their last columns are a second tile, the tail.
 
 Gluon's tiles are powers of two. A head_dim of 80 is therefore a tile of 64 columns and a tail of
 16, each with its own TMA box, its own shared memory and its own swizzle (128 and 32 bytes):
@@ -14,6 +14,7 @@ Worked shape: 128 keys of head_dim 72 in bf16. K's barrier expects 128 * 64 * 2 
 like all others; TMA stores nothing there.
 
 tiles.HOPPER_WIDTHS has the widths, and the reasons for them.
+examples/versions/v3.py teaches the kernel without tails.
 """
 
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
