@@ -10,11 +10,11 @@ from onchip.kernels.tiles import (
     HOPPER_DECODE_KV8_STAGES,
     HOPPER_DECODE_STAGES,
     HOPPER_DECODE_STAGES_DENSE,
-    HOPPER_UNROUNDED_WIDTH,
     HopperBackwardConfig,
     HopperConfig,
     HopperSplitConfig,
     TritonConfig,
+    stages_unrounded,
 )
 
 BARRIER = 8  # bytes
@@ -63,9 +63,9 @@ def hopper_forward(
     page_size: int = 0,
     packed: bool = False,
 ) -> Footprint:
-    """width, width_v: head dims as padded. wide: the output is unrounded, and is stored from
-    registers if it does not fit shared memory. A work-queue entry names its tile of queries, and
-    for packed or paged sequences also their first token.
+    """width, width_v: head dims as padded; a tail of columns has no barriers of its own. wide: the
+    output is unrounded, and is stored from registers if it does not fit shared memory. A work-queue
+    entry names its tile of queries, and for packed or paged sequences also their first token.
     """
     rows, n = 64 * config.consumers, config.tile_n
     buffers = {
@@ -73,7 +73,7 @@ def hopper_forward(
         "k": 2 * config.num_stages * n * width,
         "v": 2 * config.num_stages * n * width_v,
     }
-    if wide and width_v <= HOPPER_UNROUNDED_WIDTH:
+    if wide and stages_unrounded(width, width_v):
         buffers["out"] = 4 * rows * width_v
     elif not (config.out_in_q or wide):
         buffers["out"] = 2 * rows * width_v

@@ -119,7 +119,7 @@ class Knob(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        return next(x for x in self.parts if isinstance(x, int) and x >= 64)
+        return next(x for x in self.parts if isinstance(x, int) and x >= 32)
 
     def cells(self, quick: bool) -> Iterator[Case]:
         lengths = self.table.lengths[-1:] if quick else self.table.lengths
@@ -139,8 +139,8 @@ def knobs(
 ) -> list[Knob]:
     """The rows to search; nothing chosen means everything. Rows for the gradient of a bias and for
     single queries in fp32 are left as they are, and the tables that serve paged calls alone
-    (TRITON_CHUNK, TRITON_KV8, HOPPER_FORWARD_PAGED) or the quantisation before a call
-    (TRITON_ROTATE, TRITON_TRANSPOSE).
+    (TRITON_CHUNK, TRITON_KV8, HOPPER_FORWARD_PAGED), unequal head dims (HOPPER_FORWARD_MLA) or the
+    quantisation before a call (TRITON_ROTATE, TRITON_TRANSPOSE).
     """
     knobs = [Knob(t, key) for t in tables(capability) for key in getattr(tiles, t.name)]
     known = [k for k in knobs if "dbias" not in k.parts and FP32_BYTES not in k.parts]

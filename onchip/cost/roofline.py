@@ -27,6 +27,7 @@ from onchip.kernels.tiles import (
     HopperSplitConfig,
     hopper_backward_config,
     hopper_forward_of,
+    hopper_forward_widths,
     hopper_split_config,
     hopper_width,
 )
@@ -198,7 +199,7 @@ def bound(
 
 def _forward(problem: Problem, hardware: Hardware, density: float) -> Phase:
     config = hopper_forward_of(problem)
-    width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
+    width, width_v = hopper_forward_widths(problem)
     rows = 64 * config.consumers
     counts = steps(problem, rows, config.tile_n) * density
     moved = rows * (width + width_v) * problem.dtype.itemsize if config.q_stages == 1 else 0

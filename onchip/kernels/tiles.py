@@ -353,21 +353,45 @@ _D128 = HopperConfig(
 # 64 keys a tile: the accumulator takes 128 registers; q and two stages of k and v fill 192 kB.
 # dynamic: ptxas then waits for the values' product in the middle of the softmax, not before it.
 _D256 = HopperConfig(64, 2, 2, out_in_q=True, dynamic=True)
-# By head_dim, bf16 on an H200, 2026-11-16; docs/notebook.md has the runs.
+# By ptxas reports (2026-11-18), not timed: rows of 32, 80, 96, 160 and 192 columns begin with those
+# of the next power of two. 32: four stages fit.
+_D32 = _D64._replace(num_stages=4)
+# 128 keys a tile: q and two stages of k and v fill 200 kB, so the output leaves through q's memory.
+# Every option that takes a register spills: a later wait for values 36 of 657 instructions in the
+# loop, rescale="moved" 2 of 620.
+_D160 = HopperConfig(128, 2, 2, out_in_q=True, dynamic=True)
+# 64 keys a tile: with 128, q and two stages of k and v would be 240 kB, and ptxas waits for each
+# wgmma on its own.
+_D192 = HopperConfig(64, 2, 3, out_in_q=True, dynamic=True)
+# By width, bf16 on an H200, 2026-11-16; docs/notebook.md has the runs.
 HOPPER_FORWARD = {
+    32: _D32,
     64: _D64,
+    80: _D128._replace(delay_pv_wait=8),
+    96: _D128._replace(delay_pv_wait=8),
     128: _D128._replace(delay_pv_wait=8),
+    160: _D160,
+    192: _D192._replace(rescale="moved", delay_pv_wait=4, named_barriers=True),
     256: _D256._replace(rescale="moved", delay_pv_wait=4, named_barriers=True),
 }
 # The wait for values after 4 exponentials: 1.08x in dense calls of head_dim 256, where more
 # exponentials or named barriers cost 1 to 5 %; causal ones 1.03x, with named barriers and
 # rescale="moved".
-HOPPER_FORWARD_DENSE = {128: _D128, 256: _D256._replace(delay_pv_wait=4)}
+HOPPER_FORWARD_DENSE = {
+    80: _D128,
+    96: _D128,
+    128: _D128,
+    192: _D192._replace(delay_pv_wait=4),
+    256: _D256._replace(delay_pv_wait=4),
+}
+# q and k of 192 columns, v of at most 128 (multi-head latent attention): tiles of 128 keys fit, 208
+# kB with the output in q's memory. By ptxas reports (2026-11-18), not timed.
+HOPPER_FORWARD_MLA = {192: _D128._replace(q_stages=1, out_in_q=True, delay_pv_wait=8)}
 # Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k. In a square they
 # waste the rest of the last tile; at 512 tokens both are equally fast. Tiles of a short window are
 # mostly masked, too: 1.25x with 256 keys, 1.29x with 512, 1.04 to 0.99x with 1,024, 0.90x with
 # 4,096.
-HOPPER_FORWARD_SHORT = {64: _D64_TWO}
+HOPPER_FORWARD_SHORT = {32: _D64_TWO, 64: _D64_TWO}
 HOPPER_SHORT, HOPPER_SHORT_DENSE = 1024, 512
 # Calls with fewer tokens, which do not fill half of a tile: triton is 1.16 to 1.9 times as fast
 # (bench short, N = 64).
@@ -376,16 +400,23 @@ HOPPER_FEW = 64
 # with the next. Four stages, otherwise consumers wait for each other: 1.10x over three stages with
 # 75 % of the blocks, 1.20x with 50 %. The wait for values behind 4 exponentials at head_dim 128:
 # 1.01x; 2, 4, 8 at 64: 1.003x, 0.996x, 0.976x with 75 % of the blocks.
+# Words of a mask leave too few registers for 160 columns and 128 keys (8 spills of 785).
+_STRIPS = HopperConfig(128, 3, 4, q_stages=2, named_barriers=True, delay_pv_wait=2, **_THREE)
 HOPPER_FORWARD_MASK = {
-    64: HopperConfig(128, 3, 4, q_stages=2, named_barriers=True, delay_pv_wait=2, **_THREE),
+    32: _STRIPS,
+    64: _STRIPS,
+    80: _D128._replace(delay_pv_wait=4),
+    96: _D128._replace(delay_pv_wait=4),
     128: _D128._replace(delay_pv_wait=4),
+    160: _D192,
+    192: _D192,
     256: _D256,
 }
 # Masks with few common blocks among rows: consumers wait for tiles that only the others use. With
 # random blocks, a consumer uses a share of 1 / (2 - density) of the tiles it loads; compared with
 # two consumers, strips were 0.92x as fast with 5 % (a share of 0.513), 1.04x with 10 % (0.526),
 # 1.08x with 15 %, 1.11x with 25 %.
-HOPPER_FORWARD_SPARSE = {64: _D64_TWO}
+HOPPER_FORWARD_SPARSE = {32: _D64_TWO, 64: _D64_TWO}
 HOPPER_STRIPS = 0.52
 
 # A producer that reads page ids needs 40 registers: its code spills 68 times with 24, 7 times with
@@ -428,31 +459,70 @@ HOPPER_UNROUNDED_WIDTH = 128  # a wider unrounded output does not fit shared mem
 
 
 def hopper_width(head_dim: int) -> int:
-    """head_dim as Hopper's tiles pad it."""
+    """head_dim as Hopper's tiles pad it, except those of the forward."""
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
+# Widths of the forward's tiles: a power of two, or a power of two and a tail of 16, 32 or 64
+# columns (hopper/column_tails.py). 112 as 64 + 32 + 16 took 8 % longer than padded to 128: three
+# products lose (H200). 48 as 32 + 16 was not timed: PV would be two products of few columns, and
+# both read P from registers. Calls over pages have powers of two from 64 on.
+HOPPER_WIDTHS = (32, 64, 80, 96, 128, 160, 192, 256)
+
+
+def hopper_forward_width(head_dim: int, page_size: int = 0) -> int:
+    """head_dim as the forward's tiles pad it."""
+    if page_size:
+        return hopper_width(head_dim)
+    return next(width for width in HOPPER_WIDTHS if width >= head_dim)
+
+
+def hopper_forward_widths(problem: Problem) -> tuple[int, int]:
+    """The widths of q and k, and of v and the output."""
+    width = hopper_forward_width(problem.head_dim, problem.page_size)
+    return width, hopper_forward_width(problem.head_dim_v, problem.page_size)
+
+
+def split_columns(width: int) -> tuple[int, int]:
+    """(columns of a tile, columns of its tail; 0 without a tail)"""
+    columns = 1 << (width.bit_length() - 1)
+    return columns, width - columns
+
+
 def hopper_forward_of(problem: Problem) -> HopperConfig:
-    width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
-    config = hopper_forward_config(*_hopper_use(problem))
-    if width != width_v:
+    width, width_v = hopper_forward_widths(problem)
+    config = _hopper_row(*_hopper_forward_key(problem))
+    if config.out_in_q and not _fits_in_q(width, width_v):
         config = config._replace(out_in_q=False)  # the tiles differ, and there is enough memory
     if problem.out_dtype.itemsize == 4 and width_v == 128:
         config = config._replace(q_stages=1)  # an unrounded output takes the second stage of q
     return config
 
 
+def _fits_in_q(width: int, width_v: int) -> bool:
+    """Whether the output has the tiles of q, or the first of them."""
+    return width == width_v or split_columns(width)[0] == width_v
+
+
 def describe_hopper_row(problem: Problem) -> str:
     """The row of hopper_forward_of, for `explain`."""
-    head_dim, *use = _hopper_use(problem)
-    dim = hopper_width(head_dim)
-    return describe_row(_hopper_forward_table(dim, *use), dim, _hopper_device)
+    return describe_row(*_hopper_forward_key(problem), _hopper_device)
 
 
-def _hopper_use(problem: Problem) -> tuple[int, bool, bool, int, int]:
-    """The arguments of hopper_forward_config."""
-    cut, head_dim = problem.window[1] is not None, max(problem.head_dim, problem.head_dim_v)
-    return head_dim, cut, problem.has_mask, _keys_met(problem), problem.page_size
+def hopper_forward_sparse(problem: Problem) -> HopperConfig:
+    """The row of a mask whose rows share few blocks."""
+    return HOPPER_FORWARD_SPARSE[max(hopper_forward_widths(problem))]
+
+
+def _hopper_forward_key(problem: Problem) -> tuple[str, int]:
+    """(table, key) of the row."""
+    width, width_v = hopper_forward_widths(problem)
+    plain = not (problem.has_mask or problem.page_size)
+    if plain and width in HOPPER_FORWARD_MLA and width_v <= 128:
+        return "HOPPER_FORWARD_MLA", width
+    cut, dim = problem.window[1] is not None, max(width, width_v)
+    use = cut, problem.has_mask, _keys_met(problem), problem.page_size
+    return _hopper_forward_table(dim, *use), dim
 
 
 def _keys_met(problem: Problem) -> int:
@@ -465,15 +535,23 @@ def _keys_met(problem: Problem) -> int:
 
 def hopper_stages_out(problem: Problem) -> bool:
     """Whether the output is stored through shared memory (TMA), not directly from registers."""
-    rounded = problem.out_dtype.itemsize == 2
-    return rounded or hopper_width(problem.head_dim_v) <= HOPPER_UNROUNDED_WIDTH
+    return problem.out_dtype.itemsize == 2 or stages_unrounded(*hopper_forward_widths(problem))
+
+
+def stages_unrounded(width: int, width_v: int) -> bool:
+    """Whether an unrounded output fits shared memory. Beside q and k of 160 or 192 columns, tiles
+    of 128 keys leave no memory for it.
+    """
+    return width_v <= HOPPER_UNROUNDED_WIDTH and width not in (160, 192)
 
 
 def hopper_forward_config(
     head_dim: int, cut: bool, has_mask: bool, keys: int, page_size: int = 0
 ) -> HopperConfig:
-    """cut: tiles differ in length (causal or window). keys: the keys that a tile reads."""
-    dim = hopper_width(head_dim)
+    """The row of equal head dims. cut: tiles differ in length (causal or window). keys: the keys
+    that a tile reads.
+    """
+    dim = hopper_forward_width(head_dim, page_size)
     return _hopper_row(_hopper_forward_table(dim, cut, has_mask, keys, page_size), dim)
 
 

@@ -24,6 +24,8 @@ def every_hopper_row():
         for dim, config in table.items():
             yield footprint.hopper_forward(config, dim, dim)
             yield footprint.hopper_forward(config, dim, dim, page_size=16)
+    for dim, config in tiles.HOPPER_FORWARD_MLA.items():
+        yield footprint.hopper_forward(config, dim, 128)
     for dim in tiles.HOPPER_DECODE_STAGES:
         yield footprint.hopper_decode(dim, 16)
     yield footprint.hopper_decode(128, 16, kv8=True)

@@ -151,6 +151,7 @@ def test_every_table_is_searched_on_the_devices_that_use_it():
         "TRITON_KV8",
         "TRITON_ROTATE",
         "TRITON_TRANSPOSE",
+        "HOPPER_FORWARD_MLA",
         "HOPPER_FORWARD_PAGED",
         "HOPPER_FORWARD_SPARSE",
         "HOPPER_DECODE_STAGES",

@@ -1,22 +1,32 @@
 """Consistency of the tile tables."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
 
+from benchmarks import footprint
+from benchmarks.footprint import HANDED_OVER
 from onchip.cost import make_problem
+from onchip.cost.hardware import H200
 from onchip.kernels.tiles import (
     HOPPER_BACKWARD,
     HOPPER_SPLIT,
+    HOPPER_WIDTHS,
     TRITON_CHUNK,
     TRITON_DECODE,
+    describe_hopper_row,
     hopper_forward_of,
+    hopper_forward_width,
+    hopper_forward_widths,
+    hopper_width,
     paper_product_tiles,
     paper_sram,
     paper_v1_tiles,
     paper_v2_backward_tiles,
     paper_v2_tiles,
+    split_columns,
 )
 
 THREE, TWO = 3, 2  # consumers of a tile at head_dim 64
@@ -40,6 +50,47 @@ THREE, TWO = 3, 2  # consumers of a tile at head_dim 64
 def test_two_consumers_for_tiles_with_few_keys(options, seqlen, consumers):
     problem = make_problem(seqlen, num_heads=4, head_dim=64, dtype=torch.bfloat16, **options)
     assert hopper_forward_of(problem).consumers == consumers
+
+
+def test_widths_are_powers_of_two_and_tails_of_whole_products():
+    for width in HOPPER_WIDTHS:
+        columns, tail = split_columns(width)
+        assert columns + tail == width and columns.bit_count() == 1
+        assert tail == 0 or (tail.bit_count() == 1 and tail % 16 == 0 and tail < columns)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "width"),
+    [(8, 32), (32, 32), (40, 64), (72, 80), (80, 80), (88, 96), (104, 128), (112, 128), (136, 160),
+     (168, 192), (192, 192), (200, 256), (256, 256)],
+)  # fmt: skip
+def test_a_head_dim_is_padded_to_the_next_width(head_dim, width):
+    assert hopper_forward_width(head_dim) == width
+    assert hopper_forward_width(head_dim, page_size=16) == hopper_width(head_dim)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_tiles_of_all_head_dims_fit_shared_memory(has_mask, causal, out_dtype):
+    """Also where q and k have other columns than v."""
+    options = {"causal": causal, "out_dtype": out_dtype, "dtype": torch.bfloat16}
+    for d, dv in product(range(8, 257, 8), repeat=2):
+        problem = make_problem(4096, head_dim=d, head_dim_v=dv, **options)
+        problem = problem._replace(has_mask=has_mask)
+        config, widths = hopper_forward_of(problem), hopper_forward_widths(problem)
+        wide = out_dtype == torch.float32
+        program = footprint.hopper_forward(config, *widths, wide, packed=True)
+        assert program.shared_bytes + HANDED_OVER <= H200.shared_bytes, (d, dv)
+        assert not (config.out_in_q and config.q_stages > 1)
+
+
+def test_keys_of_192_columns_with_narrow_values_have_a_table_of_their_own():
+    make = lambda **o: make_problem(4096, head_dim=192, dtype=torch.bfloat16, causal=True, **o)
+    narrow, wide = make(head_dim_v=128), make()
+    assert hopper_forward_of(narrow).tile_n == 128 and hopper_forward_of(wide).tile_n == 64
+    assert "HOPPER_FORWARD_MLA[192]" in describe_hopper_row(narrow)
+    assert "HOPPER_FORWARD[192]" in describe_hopper_row(wide)
 
 
 @pytest.mark.parametrize("head_dim", HOPPER_BACKWARD)

@@ -1,15 +1,17 @@
 """The epilogue of the forward: sinks, lse, and the output of a tile, stored or merged."""
 
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
 from onchip.kernels.hopper.aggregate import aggregate
+from onchip.kernels.hopper.column_tails import wait_pv
 from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.pipeline import (
+    LinkedStages,
     Pipeline,
     prefetch,
     store_tile,
     store_wait,
+    store_with_tail,
     tensor_descriptor,
 )
 from onchip.kernels.hopper.softmax import LN2, LOG2E, approximate
@@ -26,6 +28,8 @@ class ForwardOutput:
 
     SECOND: the previous kernel may still use the memory of out and lse, so this one waits for it
     before the first store.
+
+    The last columns may be a tail (column_tails.py) with its own descriptor and memory.
     """
 
     ref: gl.tensor | tensor_descriptor
@@ -39,6 +43,9 @@ class ForwardOutput:
     STAGED: gl.constexpr
     MERGE: gl.constexpr
     SECOND: gl.constexpr
+    tail_ref: gl.tensor | tensor_descriptor
+    tail_smem: gl.shared_memory_descriptor
+    previous_tail: LinkedStages
 
 
 @gluon.jit
@@ -137,39 +144,60 @@ def finalize_lse(out, params, work_tile, before, m, l):
 
 
 @gluon.jit
-def out_pointers(out, params, work_tile, FIRST: gl.constexpr = 0):
-    """(pointers to 64 rows of the fp32 output from column FIRST on, which elements exist)"""
-    seqlen, cfg = params.seqlen, params.cfg
-    rows = work_tile.row + seqlen.query_rows(64, cfg.O)
-    cols = FIRST + gl.arange(0, cfg.WIDTH, gl.SliceLayout(0, cfg.O))
+def out_pointers(out, params, work_tile, acc, FIRST: gl.constexpr = 0):
+    """(pointers to acc's elements of the fp32 output, 64 rows from column FIRST on, which elements
+    exist)
+    """
+    seqlen = params.seqlen
+    layout: gl.constexpr = acc.type.layout
+    rows = work_tile.row + seqlen.query_rows(64, layout)
+    cols = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     first = work_tile.q0.to(gl.int64)
     if not seqlen.PACKED:
         first = work_tile.batch.to(gl.int64) * out.rows_per_batch
-    places = ((first + rows) * seqlen.num_heads + params.row_heads(work_tile, cfg.O)) * out.dim
+    places = ((first + rows) * seqlen.num_heads + params.row_heads(work_tile, layout)) * out.dim
     inside = (rows < work_tile.seqlen_q)[:, None] & (cols < out.dim)[None, :]
     return out.ref + places[:, None] + cols[None, :], inside
 
 
 @gluon.jit
 def store_out(out, params, work_tile, acc, C: gl.constexpr):
-    """Store 64 rows of the output."""
+    """Store 64 rows of the output; acc: its columns, and their tail if there is one."""
     if out.STAGED:
-        store_tile(out.ref, params.tile_coord(work_tile), out.smem.index(C), acc.to(out.ref.dtype))
+        store_columns(out, params, work_tile, acc, out.smem.index(C), out.tail_smem.index(C))
     else:
-        at, inside = out_pointers(out, params, work_tile)
-        gl.store(at, acc, mask=inside)
+        for x in gl.static_range(len(acc)):
+            at, inside = out_pointers(out, params, work_tile, acc[x], x * params.cfg.WIDTH)
+            gl.store(at, acc[x], mask=inside)
+
+
+@gluon.jit
+def store_columns(out, params, work_tile, acc, smem, tail_smem):
+    """Store 64 rows of the output by TMA."""
+    at = params.tile_coord(work_tile)
+    dtype: gl.constexpr = out.ref.dtype
+    if len(acc) == 1:
+        store_tile(out.ref, at, smem, acc[0].to(dtype))
+    else:
+        tail = acc[1].to(dtype)
+        store_with_tail(out.ref, at, smem, acc[0].to(dtype), out.tail_ref, tail_smem, tail)
 
 
 @gluon.jit
 def merge_out(out, params, work_tile, acc_next, inverse, previous_weight, iteration):
     """Merge 64 rows into the previous output, which has been loaded to shared memory."""
+    cfg = params.cfg
     out.previous_out.wait_full(iteration)
-    before = normalize(
-        out.previous_out.stage(iteration).load(params.cfg.O), previous_weight, params.cfg
-    )
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
-    acc = before + normalize(acc, inverse, params.cfg)
-    store_tile(out.ref, params.tile_coord(work_tile), out.previous_out.tma_stage(iteration), acc)
+    before = (normalize(out.previous_out.stage(iteration).load(cfg.O), previous_weight),)
+    if cfg.TAIL:
+        tail = out.previous_tail.matrix(iteration).load(cfg.O_TAIL)
+        before = before + (normalize(tail, previous_weight),)
+    acc = wait_pv(acc_next)
+    merged = ()
+    for x in gl.static_range(len(acc)):
+        merged = merged + (before[x] + normalize(acc[x], inverse),)
+    stages = out.previous_out.tma_stage(iteration), out.previous_tail.stage(iteration)
+    store_columns(out, params, work_tile, merged, stages[0], stages[1])
 
 
 @gluon.jit
@@ -191,11 +219,14 @@ def finish(out, params, work_tile, before, acc_next, m, l, t, C: gl.constexpr):
         iteration = t * params.cfg.CONSUMERS + C
         merge_out(out, params, work_tile, acc_next, inverse, previous_weight, iteration)
     else:
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
-        store_out(out, params, work_tile, normalize(acc, inverse, params.cfg), C)
+        acc = wait_pv(acc_next)
+        rows = ()
+        for x in gl.static_range(len(acc)):
+            rows = rows + (normalize(acc[x], inverse),)
+        store_out(out, params, work_tile, rows, C)
 
 
 @gluon.jit
-def normalize(acc, inverse, cfg):
+def normalize(acc, inverse):
     """acc * inverse, row by row."""
-    return acc * gl.convert_layout(inverse, gl.SliceLayout(1, cfg.O))[:, None]
+    return acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))[:, None]

@@ -28,7 +28,7 @@ examples/versions/v3.py teaches this kernel in about 100 lines, v4.py the varian
 EMULATED_EXP2.
 """
 
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from onchip.kernels.hopper.aggregate import aggregate
@@ -37,6 +37,14 @@ from onchip.kernels.hopper.block_sparse import (
     BlockMaskLists,
     StripMaskLists,
     StripView,
+)
+from onchip.kernels.hopper.column_tails import (
+    make_tail,
+    rescale_acc,
+    start_pv,
+    start_qk,
+    wait_pv,
+    zero_acc,
 )
 from onchip.kernels.hopper.epilogue import (
     ForwardOutput,
@@ -52,6 +60,7 @@ from onchip.kernels.hopper.mask import BlockRange, apply_block_mask, apply_windo
 from onchip.kernels.hopper.paging import make_paged_kv
 from onchip.kernels.hopper.params import ForwardConfig, ForwardParams, ForwardPipelines, WorkTile
 from onchip.kernels.hopper.pipeline import (
+    make_linked_stages,
     make_pingpong,
     make_pipeline,
     make_work_queue,
@@ -67,7 +76,6 @@ from onchip.kernels.hopper.softmax import (
     exp2,
     lane_sums,
     reduce_lane_sums,
-    rescale,
     softmax,
 )
 from onchip.kernels.hopper.tile_scheduler import TileOrder
@@ -116,20 +124,12 @@ def mask_scores(params, work_tile, s, n, bits, words, is_masked):
 
 
 @gluon.jit
-def start_qk(pipes, cfg, q, i):
-    """Start S = Q K of iteration i."""
-    zero = gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S)
-    k = pipes.k.stage(i).permute((1, 0))
-    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def start_first_qk(pipes, cfg, q, i, C: gl.constexpr):
+def start_first_qk(pipes, cfg, i_q, i, C: gl.constexpr):
     """Start S = Q K of iteration i, the first key tile of a tile of queries."""
     pipes.k.wait_full(i)
     if cfg.PINGPONG:
         pipes.pingpong.wait_turn(C, i)
-    s_next = start_qk(pipes, cfg, q, i)
+    s_next = start_qk(pipes, cfg, i_q, i)
     if cfg.PINGPONG:
         pipes.pingpong.signal_next(C)
     return s_next
@@ -158,18 +158,18 @@ def finish_first_tile(params, work_tile, s, n, bits, is_masked, dtype: gl.conste
 
 
 @gluon.jit
-def start_tile(pipes, cfg, q, p, acc, alpha, i, last, C: gl.constexpr):
+def start_tile(pipes, cfg, i_q, p, acc, alpha, i, last, C: gl.constexpr):
     """Start (S = Q K of iteration i, O += P V of iteration `last`). With RESCALE_UNDER_QK, acc is
     multiplied by alpha here, while the tensor cores compute S.
     """
     pipes.k.wait_full(i)
     if cfg.PINGPONG:
         pipes.pingpong.wait_turn(C, i)
-    s_next = start_qk(pipes, cfg, q, i)
+    s_next = start_qk(pipes, cfg, i_q, i)
     if cfg.RESCALE_UNDER_QK:
-        acc = rescale(acc, alpha, cfg)
+        acc = rescale_acc(acc, alpha, cfg)
     pipes.v.wait_full(last)
-    return s_next, warpgroup_mma(p, pipes.v.stage(last), acc, is_async=True)
+    return s_next, start_pv(pipes, cfg, p, acc, last)
 
 
 @gluon.jit
@@ -180,7 +180,7 @@ def finish_tile(pipes, params, work_tile, s_next, acc_next, alpha, m, l, i, n, b
     """
     cfg = params.cfg
     words = prefetch_mask_words(params, work_tile, n, bits)
-    s_next = warpgroup_mma_wait(num_outstanding=1, deps=(s_next,))
+    s_next = warpgroup_mma_wait(num_outstanding=len(acc_next), deps=(s_next,))
     if cfg.PINGPONG:
         pipes.pingpong.signal_next(C)
     s = params.scale.apply_softcap(s_next)
@@ -189,28 +189,28 @@ def finish_tile(pipes, params, work_tile, s_next, acc_next, alpha, m, l, i, n, b
     if cfg.DELAY_PV_WAIT:
         p_wide = delay_wait(p_wide, cfg.DELAY_PV_WAIT)
     l = l * broadcast_to_lane_sums(shrink, l) + lane_sums(p_wide)
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
+    acc = wait_pv(acc_next)
     pipes.k.release(i)
     if cfg.RESCALE_UNDER_QK:
         alpha = shrink
     else:
-        acc = rescale(acc, shrink, cfg)
+        acc = rescale_acc(acc, shrink, cfg)
     return gl.convert_layout(p_wide.to(dtype), cfg.P), acc, alpha, m, l
 
 
 @gluon.jit
-def fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n, bits, MASKED: gl.constexpr,
-              C: gl.constexpr):  # fmt: skip
-    """Fold key tile n as iteration i: its scores are computed while the values of iteration i - 1
-    are accumulated.
+def fold_tile(pipes, params, work_tile, i_q, p, acc, alpha, m, l, i, n, bits,
+              MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Fold key tile n as iteration i, for the queries of iteration i_q: its scores are computed
+    while the values of iteration i - 1 are accumulated.
     """
-    s_next, acc_next = start_tile(pipes, params.cfg, q, p, acc, alpha, i, i - 1, C)
+    s_next, acc_next = start_tile(pipes, params.cfg, i_q, p, acc, alpha, i, i - 1, C)
     return finish_tile(pipes, params, work_tile, s_next, acc_next, alpha, m, l, i, n, bits, MASKED,
-                       q.dtype, C)  # fmt: skip
+                       pipes.q.smem.dtype, C)  # fmt: skip
 
 
 @gluon.jit
-def fold_band(pipes, params, work_tile, own_blocks, q, p, acc, m, l, i, C: gl.constexpr):
+def fold_band(pipes, params, work_tile, own_blocks, i_q, p, acc, m, l, i, C: gl.constexpr):
     """Fold the key tiles of own_blocks after the first: cut by the diagonal, full, cut by the left
     edge of the window. Cut tiles are unrolled, not looped. Otherwise p, carried from loop to loop
     in 16 bits, would be repacked in every iteration (64 more instructions of 520).
@@ -222,25 +222,25 @@ def fold_band(pipes, params, work_tile, own_blocks, q, p, acc, m, l, i, C: gl.co
     for x in gl.static_range(CUTS - 1 if seqlen.HAS_RIGHT else 0):
         n = own_blocks.hi - 2 - x
         if n >= own_blocks.full_hi:
-            p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n,
-                                            -1, True, C)  # fmt: skip
+            p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, i_q, p, acc, alpha, m, l, i,
+                                            n, -1, True, C)  # fmt: skip
             i += 1
     whole_hi = gl.minimum(own_blocks.full_hi, own_blocks.hi - 1)
     for n in range(whole_hi - 1, own_blocks.full_lo - 1, -1):
-        p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n, -1,
-                                        False, C)  # fmt: skip
+        p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, i_q, p, acc, alpha, m, l, i, n,
+                                        -1, False, C)  # fmt: skip
         i += 1
     for x in gl.static_range(CUTS if seqlen.HAS_LEFT else 0):
         n = gl.minimum(own_blocks.full_lo, whole_hi) - 1 - x
         if n >= own_blocks.lo:
-            p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n,
-                                            -1, True, C)  # fmt: skip
+            p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, i_q, p, acc, alpha, m, l, i,
+                                            n, -1, True, C)  # fmt: skip
             i += 1
     return p, acc, alpha, m, l, i
 
 
 @gluon.jit
-def fold_blocks(pipes, params, work_tile, entries, count, q, p, acc, m, l, i, C: gl.constexpr):
+def fold_blocks(pipes, params, work_tile, entries, count, i_q, p, acc, m, l, i, C: gl.constexpr):
     """Fold the tiles that a mask lists; the list is read one tile ahead. gl.assume(i > 0) makes the
     stage of an iteration one instruction instead of four or five. fold_band gains nothing by it
     (and loses 3 % at head_dim 256).
@@ -250,7 +250,7 @@ def fold_blocks(pipes, params, work_tile, entries, count, q, p, acc, m, l, i, C:
     for j in range(1, count):
         gl.assume(i > 0)
         n_next, bits_next = params.blocks.tile(entries, j + 1, params.cfg.TILE_N)
-        p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n,
+        p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, i_q, p, acc, alpha, m, l, i, n,
                                         bits, True, C)  # fmt: skip
         i += 1
         n = n_next
@@ -259,7 +259,7 @@ def fold_blocks(pipes, params, work_tile, entries, count, q, p, acc, m, l, i, C:
 
 
 @gluon.jit
-def fold_strip(pipes, params, work_tile, strip_view, q, p, acc, m, l, last, C: gl.constexpr):
+def fold_strip(pipes, params, work_tile, strip_view, i_q, p, acc, m, l, last, C: gl.constexpr):
     """Fold the entries that a consumer sees of a strip, the first of which is iteration `last`.
     Between two of its own there may be one entry of the other side. It is skipped when the values
     before it are accumulated; not at the end of that loop iteration, where the compiler would pack
@@ -277,14 +277,15 @@ def fold_strip(pipes, params, work_tile, strip_view, q, p, acc, m, l, last, C: g
         i = last + 1 + far
         gl.assume(last >= 0)  # see fold_blocks
         gl.assume(i >= 0)
-        s_next, acc_next = start_tile(pipes, params.cfg, q, p, acc, alpha, i, last, C)
+        s_next, acc_next = start_tile(pipes, params.cfg, i_q, p, acc, alpha, i, last, C)
         pending = far
         far = entry.far()
         at = strip_view.after(at, far)
         after = strip_view.entry(at)  # loads while the tensor cores work
         n, bits = entry.tile(work_tile.seqlen_k)
         p, acc, alpha, m, l = finish_tile(pipes, params, work_tile, s_next, acc_next, alpha, m, l,
-                                          i, n, bits, entry.is_masked(), q.dtype, C)  # fmt: skip
+                                          i, n, bits, entry.is_masked(), pipes.q.smem.dtype,
+                                          C)  # fmt: skip
         last = i
         entry = after
     if pending != 0:
@@ -362,35 +363,36 @@ def pop_work(pipes, params, t, C: gl.constexpr):
 
 
 @gluon.jit
-def compute_first_qk(pipes, cfg, work, q_iteration, i, C: gl.constexpr):
+def compute_first_qk(pipes, cfg, work, i_q, i, C: gl.constexpr):
     """(scores of the first key tile that a consumer sees, its iteration)"""
     i = skip_tiles(pipes, cfg, i, work.blocks.hi - work.own_blocks.hi, C)
-    pipes.q.wait_full(q_iteration)
-    s_next = start_first_qk(pipes, cfg, pipes.q.stage(q_iteration), i, C)
+    pipes.q.wait_full(i_q)
+    s_next = start_first_qk(pipes, cfg, i_q, i, C)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
     pipes.k.release(i)
     return s, i
 
 
 @gluon.jit
-def fold(pipes, params, work, q, s, i, C: gl.constexpr):
+def fold(pipes, params, work, i_q, s, i, C: gl.constexpr):
     """Fold all key tiles of `work`. s: the scores of the first one, iteration i."""
     work_tile, own_blocks = work.work_tile, work.own_blocks
-    acc = gl.zeros([64, params.cfg.WIDTH], gl.float32, params.cfg.O)
+    acc = zero_acc(params.cfg)
+    dtype: gl.constexpr = pipes.q.smem.dtype
     if params.STRIPS:
         entry = work.entries.entry(work.entries.at(work.entries.top))
         n, bits = entry.tile(work_tile.seqlen_k)
-        p, m, l = finish_first_tile(params, work_tile, s, n, bits, entry.is_masked(), q.dtype)
-        return fold_strip(pipes, params, work_tile, work.entries, q, p, acc, m, l, i, C)
+        p, m, l = finish_first_tile(params, work_tile, s, n, bits, entry.is_masked(), dtype)
+        return fold_strip(pipes, params, work_tile, work.entries, i_q, p, acc, m, l, i, C)
     elif params.blocks.ON:
         n, bits = params.blocks.tile(work.entries, 0, params.cfg.TILE_N)
-        p, m, l = finish_first_tile(params, work_tile, s, n, bits, True, q.dtype)
+        p, m, l = finish_first_tile(params, work_tile, s, n, bits, True, dtype)
         return fold_blocks(
-            pipes, params, work_tile, work.entries, own_blocks.hi, q, p, acc, m, l, i + 1, C
+            pipes, params, work_tile, work.entries, own_blocks.hi, i_q, p, acc, m, l, i + 1, C
         )
     else:
-        p, m, l = finish_first_tile(params, work_tile, s, own_blocks.hi - 1, -1, True, q.dtype)
-        return fold_band(pipes, params, work_tile, own_blocks, q, p, acc, m, l, i + 1, C)
+        p, m, l = finish_first_tile(params, work_tile, s, own_blocks.hi - 1, -1, True, dtype)
+        return fold_band(pipes, params, work_tile, own_blocks, i_q, p, acc, m, l, i + 1, C)
 
 
 @gluon.jit
@@ -402,14 +404,14 @@ def attend_tile(out, pipes, params, work, t, i, C: gl.constexpr):
     s, i = compute_first_qk(pipes, cfg, work, iteration, i, C)
     release_previous_out(out, cfg, t - 1, C)
     prefetch_lse(out, params, work.work_tile)
-    p, acc, alpha, m, l, i = fold(pipes, params, work, pipes.q.stage(iteration), s, i, C)
+    p, acc, alpha, m, l, i = fold(pipes, params, work, iteration, s, i, C)
     if EARLY:
         pipes.q.release(iteration)
     if cfg.RESCALE_UNDER_QK:
-        acc = rescale(acc, alpha, cfg)
+        acc = rescale_acc(acc, alpha, cfg)
     pipes.v.wait_full(i - 1)
     l = reduce_lane_sums(l, cfg.S)
-    acc_next = warpgroup_mma(p, pipes.v.stage(i - 1), acc, is_async=True)
+    acc_next = start_pv(pipes, cfg, p, acc, i - 1)
     before = load_previous_lse(out, params, work.work_tile)
     after = pop_work(pipes, params, t + 1, C)
     finish(out, params, work.work_tile, before, acc_next, m, l, t, C)
@@ -436,7 +438,7 @@ def skip_queries_without_keys(out, pipes, params, work, t, i, C: gl.constexpr):
     else:
         m = params.scale.clamp_maxima(gl.full([64], float("-inf"), gl.float32, rows))
         finalize_lse(out, params, work.work_tile, (), m, gl.zeros([64], gl.float32, rows))
-        store_out(out, params, work.work_tile, gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O), C)
+        store_out(out, params, work.work_tile, zero_acc(cfg), C)
     if cfg.OUT_IN_Q:
         store_wait(0)
     pipes.q.release(iteration)
@@ -470,7 +472,8 @@ _RUNTIME = [
 
 @gluon.jit(do_not_specialize=_RUNTIME)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ref, lse_ptr, sinks_ptr, cu_seqlens_q, cu_seqlens_k, counter,
+    q_desc, k_desc, v_desc, out_ref, q_tail, k_tail, v_tail, out_tail, lse_ptr, sinks_ptr,
+    cu_seqlens_q, cu_seqlens_k, counter,
     full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles, tiles,
     strip_heads, strip_entries,
     seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right, mask_b, mask_h, dim,
@@ -487,8 +490,10 @@ def forward_kernel(
     PAGE_SIZE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The entry of the kernel: build parameters and pipelines, then split into producer and
-    consumers.
+    consumers. q_tail, k_tail, v_tail, out_tail: descriptors of the columns behind WIDTH, or None.
     """
+    QK_TAIL: gl.constexpr = 0 if q_tail is None else q_tail.block_shape[-1]
+    TAIL: gl.constexpr = 0 if v_tail is None else v_tail.block_shape[-1]
     cfg = ForwardConfig(
         TILE_N,
         WIDTH,
@@ -500,6 +505,8 @@ def forward_kernel(
         EMULATED_EXP2,
         RESCALE_UNDER_QK,
         DELAY_PV_WAIT,
+        QK_TAIL=QK_TAIL,
+        TAIL=TAIL,
     )
     seqlen = SeqlenInfo(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k, num_heads,
                         group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT, GROUP)  # fmt: skip
@@ -522,18 +529,24 @@ def forward_kernel(
     k = make_pipeline(k_desc, STAGES, CONSUMERS, pages.PARTS, 8 if NAMED_BARRIERS else 0)
     v = make_pipeline(v_desc, STAGES, CONSUMERS, pages.PARTS)
     pipes = ForwardPipelines(
-        q, k, v, make_work_queue(CONSUMERS, params.FIELDS), make_pingpong(CONSUMERS)
-    )
-    out_smem = q.smem  # used if OUT_IN_Q, otherwise a placeholder
+        q, k, v, make_work_queue(CONSUMERS, params.FIELDS), make_pingpong(CONSUMERS),
+        make_tail(q, q_tail), make_tail(k, k_tail), make_tail(v, v_tail),
+    )  # fmt: skip
+    out_smem, tail_smem = q.smem, pipes.q_tail.smem  # used if OUT_IN_Q, otherwise placeholders
     if STAGED and not (OUT_IN_Q or MERGE):
         shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape
         out_smem = gl.allocate_shared_memory(out_ref.dtype, shape_out, out_ref.layout)
-    previous_out = q  # a placeholder: used if MERGE
+        if out_tail is not None:
+            tail_smem = make_linked_stages(out_tail, CONSUMERS).smem
+    previous_out, previous_tail = q, pipes.q_tail  # placeholders: used if MERGE
     if MERGE:
         previous_out = make_pipeline(out_ref, CONSUMERS, 1)
+        previous_tail = make_tail(previous_out, out_tail)
+    tail_ref = out_ref if out_tail is None else out_tail
     out = ForwardOutput(out_ref, out_smem, previous_out, lse_ptr, sinks_ptr, dim, rows_per_batch,
-                        HAS_SINKS, STAGED, MERGE, SECOND)  # fmt: skip
-    producer_args = (q_desc, k_desc, v_desc, out, counter, pipes, params)
+                        HAS_SINKS, STAGED, MERGE, SECOND, tail_ref, tail_smem,
+                        previous_tail)  # fmt: skip
+    producer_args = (q_desc, k_desc, v_desc, q_tail, k_tail, v_tail, out, counter, pipes, params)
     if SECOND:  # each program has one tile, and waits before it stores it
         gdc_launch_dependents()
     else:

@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.block_sparse import BlockMaskLists
+from onchip.kernels.hopper.column_tails import make_tail
 from onchip.kernels.hopper.epilogue import (
     ForwardOutput,
     finalize_rows,
@@ -41,7 +42,7 @@ from onchip.kernels.hopper.epilogue import (
     out_pointers,
     store_lse,
 )
-from onchip.kernels.hopper.forward import pop_work, skip_tiles, start_qk
+from onchip.kernels.hopper.forward import pop_work, skip_tiles
 from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.mask import BlockRange, apply_window
 from onchip.kernels.hopper.paging import make_paged_kv
@@ -290,12 +291,9 @@ def make_task(params, quant, work_tile, t, C: gl.constexpr):
 @gluon.jit
 def compute_qk(pipes, cfg, q, i, INT8_QK: gl.constexpr, C: gl.constexpr):
     """Q K of iteration i, in int32 for integers. Consumer C signals the next one."""
-    if INT8_QK:
-        zero = gl.zeros([64, cfg.TILE_N], gl.int32, cfg.S)
-        k = pipes.k.stage(i).permute((1, 0))
-        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    else:
-        s = start_qk(pipes, cfg, q, i)
+    zero = gl.zeros([64, cfg.TILE_N], gl.int32 if INT8_QK else gl.float32, cfg.S)
+    k = pipes.k.stage(i).permute((1, 0))
+    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     if cfg.PINGPONG:
         pipes.pingpong.signal_next(C)
     return warpgroup_mma_wait(num_outstanding=0, deps=(s,))
@@ -378,7 +376,7 @@ def finish_tile_rows(out, params, work_tile, acc, m, l, unit, C: gl.constexpr):
     store_lse(out, params, work_tile, m_log2, l)
     inverse = inverse * unit
     for x in gl.static_range(len(acc)):
-        store_part(out, params, work_tile, normalize(acc[x], inverse, params.cfg), x, C)
+        store_part(out, params, work_tile, normalize(acc[x], inverse), x, C)
 
 
 @gluon.jit
@@ -390,7 +388,7 @@ def store_part(out, params, work_tile, acc, PART: gl.constexpr, C: gl.constexpr)
         stage = out.smem.index(C)
         store_tile(out.ref, at[:-1] + (gl.to_tensor(FIRST),), stage, acc.to(out.ref.dtype))
     else:
-        at, inside = out_pointers(out, params, work_tile, FIRST)
+        at, inside = out_pointers(out, params, work_tile, acc, FIRST)
         gl.store(at, acc, mask=inside)
 
 
@@ -469,25 +467,15 @@ def forward_8bit_kernel(
     k = make_pipeline(k_desc, STAGES, CONSUMERS, 1, 8 if NAMED_BARRIERS else 0)
     v = make_pipeline(v_desc, STAGES, CONSUMERS)
     pipes = ForwardPipelines(
-        q, k, v, make_work_queue(CONSUMERS, params.FIELDS), make_pingpong(CONSUMERS)
-    )
+        q, k, v, make_work_queue(CONSUMERS, params.FIELDS), make_pingpong(CONSUMERS),
+        make_tail(q, None), make_tail(k, None), make_tail(v, None),
+    )  # fmt: skip
     out_smem = q.smem
     if STAGED:
         shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape
         out_smem = gl.allocate_shared_memory(out_ref.dtype, shape_out, out_ref.layout)
-    out = ForwardOutput(
-        out_ref,
-        out_smem,
-        q,
-        lse_ptr,
-        sinks_ptr,
-        dim,
-        rows_per_batch,
-        HAS_SINKS,
-        STAGED,
-        False,
-        False,
-    )
+    out = ForwardOutput(out_ref, out_smem, q, lse_ptr, sinks_ptr, dim, rows_per_batch, HAS_SINKS,
+                        STAGED, False, False, out_ref, out_smem, pipes.q_tail)  # fmt: skip
     loader = (q_desc, k_desc, v_desc, counter, pipes, params, quant)
     sync_with_previous_kernel()
     if CONSUMERS == 2:

@@ -32,12 +32,13 @@ from onchip.kernels.runtime.counters import counter
 from onchip.kernels.runtime.launcher import CachedLauncher
 from onchip.kernels.strips import MaskStrips, strips_of
 from onchip.kernels.tiles import (
-    HOPPER_FORWARD_SPARSE,
     HOPPER_STRIPS,
     HopperConfig,
     hopper_forward_of,
+    hopper_forward_sparse,
+    hopper_forward_widths,
     hopper_stages_out,
-    hopper_width,
+    split_columns,
 )
 from onchip.masks.blockmask import BlockMask
 
@@ -68,7 +69,6 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, rows_per_bat
     Arguments are in the order and the groups of forward_kernel's signature.
     """
     config, strips = _choose_config(problem, x.mask)
-    width_v = hopper_width(problem.head_dim_v)
     plan = plan_tiles(problem, config)
     staged, second = hopper_stages_out(problem), is_second(problem)
     programs = plan.num_tiles if second else min(plan.num_tiles, num_sms(x.q.device))
@@ -76,8 +76,7 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, rows_per_bat
     unused_ptr = lse  # for pointers that the compiled variant does not read
     lists, list_strides = _mask_arguments(x.mask, strips, unused_ptr)
     _forward_kernel[(programs,)](
-        *_descriptors(problem, x, plan),
-        gqa_descriptor(out, 64, plan.group, width_v) if staged else out, lse,
+        *_descriptors(problem, x, out, plan, staged), lse,
         unused_ptr if x.sinks is None else x.sinks,
         unused_ptr if x.cu_seqlens_q is None else x.cu_seqlens_q,
         unused_ptr if x.cu_seqlens_k is None else x.cu_seqlens_k,
@@ -101,7 +100,7 @@ def _choose_config(
         return config, None
     strips = strips_of(mask)
     if strips.shared < HOPPER_STRIPS:
-        return HOPPER_FORWARD_SPARSE[hopper_width(problem.head_dim)], None
+        return hopper_forward_sparse(problem), None
     return config, strips
 
 
@@ -125,23 +124,29 @@ def is_second(problem: Problem) -> bool:
     return plan_tiles(problem, hopper_forward_of(problem)).num_tiles <= partition.programs
 
 
-def _descriptors(problem: Problem, x: Tensors, plan: TilePlan) -> tuple:
-    width, width_v, tile_n = (
-        hopper_width(problem.head_dim),
-        hopper_width(problem.head_dim_v),
-        plan.config.tile_n,
-    )
-    return (
-        gqa_descriptor(x.q, 64, plan.group, width),
-        _keys(problem, x.k, tile_n, width),
-        _keys(problem, x.v, tile_n, width_v),
-    )
+def _descriptors(
+    problem: Problem, x: Tensors, out: Tensor, plan: TilePlan, staged: bool
+) -> list[Descriptor | Tensor | None]:
+    """q, k, v and out, then their tails, each None if its tensor has none. An output that is not
+    staged is a pointer.
+    """
+    widths, widths_v = (split_columns(n) for n in hopper_forward_widths(problem))
+    tile_n = plan.config.tile_n
+    made: list[Descriptor | Tensor | None] = []
+    for width, width_v in zip(widths, widths_v, strict=True):
+        made += [
+            gqa_descriptor(x.q, 64, plan.group, width) if width else None,
+            _keys(problem, x.k, tile_n, width) if width else None,
+            _keys(problem, x.v, tile_n, width_v) if width_v else None,
+            gqa_descriptor(out, 64, plan.group, width_v) if width_v and staged else None,
+        ]
+    return made if staged else [*made[:3], out, *made[4:]]
 
 
 def _variant(problem: Problem, plan: TilePlan) -> dict:
     """The compiled variant, apart from the row of the tile table."""
     return {
-        "WIDTH": hopper_width(problem.head_dim_v),
+        "WIDTH": split_columns(hopper_forward_widths(problem)[1])[0],
         "PACKED": problem.packed,
         "HAS_LEFT": plan.left is not None,
         "HAS_RIGHT": plan.right is not None,

@@ -12,7 +12,7 @@ from onchip.kernels.hopper.block_sparse import (
 from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.mask import get_block_range
 from onchip.kernels.hopper.paging import PagedKV
-from onchip.kernels.hopper.pipeline import PingPong, Pipeline, WorkQueue
+from onchip.kernels.hopper.pipeline import LinkedStages, PingPong, Pipeline, WorkQueue
 from onchip.kernels.hopper.seqlen import SeqlenInfo
 from onchip.kernels.hopper.softmax import SoftmaxScale
 from onchip.kernels.hopper.tile_scheduler import TileOrder, find_tile
@@ -21,7 +21,8 @@ from onchip.kernels.hopper.tile_scheduler import TileOrder, find_tile
 @aggregate
 class ForwardPipelines:
     """Pipelines between producer and consumers. Releasing K of iteration i also releases V of
-    iteration i - 1, so the `empty` barriers of v are not used.
+    iteration i - 1, so the `empty` barriers of v are not used. Tails are full and empty together
+    with the columns before them (column_tails.py).
     """
 
     q: Pipeline
@@ -29,6 +30,9 @@ class ForwardPipelines:
     v: Pipeline
     work_queue: WorkQueue
     pingpong: PingPong
+    q_tail: LinkedStages
+    k_tail: LinkedStages
+    v_tail: LinkedStages
 
     @gluon.jit
     def close(self):
@@ -44,6 +48,9 @@ class ForwardPipelines:
 class ForwardConfig:
     """Compile-time choices of the forward. Layouts: S of scores (64, TILE_N), O of the output (64,
     WIDTH), P of p as the left operand of PV. Operands of PV have BITS, operands of QK S_BITS.
+    QK_TAIL, TAIL: columns of the tails of q and k, and of v and the output, 0 without a tail.
+    O_TAIL and P_TAIL: the layouts of PV's tail. OPAQUE_Q: scores of 128 keys and an output of more
+    than 128 columns leave no registers for the addresses of Q (column_tails.start_qk).
     """
 
     TILE_N: gl.constexpr
@@ -59,11 +66,16 @@ class ForwardConfig:
     S: gl.constexpr
     O: gl.constexpr
     P: gl.constexpr
+    QK_TAIL: gl.constexpr
+    TAIL: gl.constexpr
+    O_TAIL: gl.constexpr
+    P_TAIL: gl.constexpr
+    OPAQUE_Q: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, EMULATED_EXP2,
-        RESCALE_UNDER_QK, DELAY_PV_WAIT, BITS=16, S_BITS=16,
+        RESCALE_UNDER_QK, DELAY_PV_WAIT, BITS=16, S_BITS=16, QK_TAIL=0, TAIL=0,
     ):  # fmt: skip
         wide = lambda n, bits: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 256 // bits])
         self.TILE_N = gl.constexpr(TILE_N)
@@ -79,6 +91,11 @@ class ForwardConfig:
         self.S = gl.constexpr(wide(TILE_N, S_BITS))
         self.O = gl.constexpr(wide(WIDTH, BITS))
         self.P = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH, BITS), 32 // BITS))
+        self.QK_TAIL = gl.constexpr(QK_TAIL)
+        self.TAIL = gl.constexpr(TAIL)
+        self.O_TAIL = gl.constexpr(wide(TAIL or WIDTH, BITS))
+        self.OPAQUE_Q = gl.constexpr(TILE_N >= 128 and TAIL > 0 and WIDTH + TAIL > 128)
+        self.P_TAIL = gl.constexpr(gl.DotOperandLayout(0, wide(TAIL or WIDTH, BITS), 32 // BITS))
 
 
 @aggregate

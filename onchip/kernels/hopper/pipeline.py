@@ -234,6 +234,12 @@ class LinkedStages:
         """The tile of iteration i, in the shape in which the descriptor loads it."""
         return self.smem.index(i % self.num_stages)
 
+    @gluon.jit
+    def matrix(self, i):
+        """The tile of iteration i, as a matrix."""
+        stage = self.smem.index(i % self.num_stages)
+        return stage.reshape(_as_2d_shape(stage.shape))
+
 
 @gluon.jit
 def make_linked_stages(desc, num_stages: gl.constexpr):
@@ -676,6 +682,19 @@ def store_tile(desc, coord, smem, value, ADD: gl.constexpr = False):
         _reduce_add(desc, coord, smem)
     else:
         _store(desc, coord, smem)
+
+
+@gluon.jit
+def store_with_tail(desc, coord, smem, value, tail_desc, tail_smem, tail):
+    """store_tile of a tile and of its tail, the columns behind it. Both are written before the
+    first leaves. Otherwise the tail would wait until TMA has read the other columns.
+    """
+    store_wait(0)
+    smem.reshape(_as_2d_shape(smem.shape)).store(value)
+    tail_smem.reshape(_as_2d_shape(tail_smem.shape)).store(tail)
+    fence_async_shared()
+    _store(desc, coord, smem)
+    _store(tail_desc, coord[:-1] + (gl.to_tensor(desc.block_shape[-1]),), tail_smem)
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ takes longer than a key tile.
 """
 
 from onchip.kernels.hopper.aggregate import aggregate
+from onchip.kernels.hopper.column_tails import load_with_tail
 from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.pipeline import PREFETCH_DISTANCE
 from onchip.kernels.hopper.tile_scheduler import next_work_index, reset_counter
@@ -33,23 +34,23 @@ def load_pages(pipeline, i, desc, params, work_tile, n, page_stride):
 
 
 @gluon.jit
-def load_rows(pipeline, desc, params, work_tile, t):
-    """Load the rows of the t-th tile through desc, one stage for each consumer. Queries that see no
-    key are loaded too: their output may leave through their stages.
+def load_rows(pipeline, tail, desc, tail_desc, params, work_tile, t):
+    """Load the rows of the t-th tile, one stage for each consumer. Queries that see no key are
+    loaded too: their output may leave through their stages.
     """
     CONSUMERS: gl.constexpr = params.cfg.CONSUMERS
     for c in gl.static_range(CONSUMERS):
         pipeline.wait_empty(t * CONSUMERS + c)
-        pipeline.load(
-            t * CONSUMERS + c, desc, params.tile_coord(params.consumer_tile(work_tile, c))
-        )
+        at = params.tile_coord(params.consumer_tile(work_tile, c))
+        load_with_tail(pipeline, tail, t * CONSUMERS + c, desc, tail_desc, at)
 
 
 @gluon.jit
 def load_previous_out(out, params, work_tile, t):
     """MERGE: load the output that the t-th tile is merged into."""
     if out.MERGE:
-        load_rows(out.previous_out, out.ref, params, work_tile, t)
+        tail_ref = out.tail_ref if params.cfg.TAIL else None
+        load_rows(out.previous_out, out.previous_tail, out.ref, tail_ref, params, work_tile, t)
 
 
 @aggregate
@@ -95,8 +96,10 @@ def push_next_work(counter, pipes, params, state):
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, out, counter, pipes, params):
-    """The producer's loop over tiles of queries, and over the key tiles of each."""
+def produce(q_desc, k_desc, v_desc, q_tail, k_tail, v_tail, out, counter, pipes, params):
+    """The producer's loop over tiles of queries, and over the key tiles of each. q_tail, k_tail,
+    v_tail: descriptors, or None.
+    """
     seqlen, cfg, pages = params.seqlen, params.cfg, params.pages
     i = 0  # key tiles loaded
     t = 0  # tiles of queries loaded
@@ -135,9 +138,9 @@ def produce(q_desc, k_desc, v_desc, out, counter, pipes, params):
             if pages.SIZE:
                 load_pages(pipes.k, i, k_desc, params, work_tile, n, pages.page_stride_k)
             else:
-                pipes.k.load(i, k_desc, at)
+                load_with_tail(pipes.k, pipes.k_tail, i, k_desc, k_tail, at)
             if j == 0:
-                load_rows(pipes.q, q_desc, params, work_tile, t)
+                load_rows(pipes.q, pipes.q_tail, q_desc, q_tail, params, work_tile, t)
             if j == gl.minimum(count - 1, pipes.k.num_stages):  # the last output has been stored
                 load_previous_out(out, params, work_tile, t)
             if j == gl.maximum(count - 2, 0):  # a draw takes longer than a key tile
@@ -146,10 +149,10 @@ def produce(q_desc, k_desc, v_desc, out, counter, pipes, params):
             if pages.SIZE:
                 load_pages(pipes.v, i, v_desc, params, work_tile, n, pages.page_stride_v)
             else:
-                pipes.v.load(i, v_desc, at)
+                load_with_tail(pipes.v, pipes.v_tail, i, v_desc, v_tail, at)
             i += 1
         if count == 0:
-            load_rows(pipes.q, q_desc, params, work_tile, t)
+            load_rows(pipes.q, pipes.q_tail, q_desc, q_tail, params, work_tile, t)
             load_previous_out(out, params, work_tile, t)
             after, state = push_next_work(counter, pipes, params, state)
         work_tile = after

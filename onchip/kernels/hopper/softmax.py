@@ -136,12 +136,12 @@ def _rescale_constraints(pack):
 @gluon.jit
 def rescale(acc, alpha, cfg):
     """acc * alpha. Unless RESCALE is "always", warps in which no maximum moved skip it."""
-    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, cfg.O))[:, None]
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     if cfg.RESCALE == "always":
         return acc * alpha
     else:
         acc, alpha = gl.broadcast(acc, alpha)
-        HALF: gl.constexpr = cfg.WIDTH // 4  # half of a thread's elements
+        HALF: gl.constexpr = acc.shape[1] // 4  # half of a thread's elements
         return gl.inline_asm_elementwise(
             _rescale_asm(HALF), _rescale_constraints(HALF), [acc, alpha], dtype=gl.float32,
             is_pure=True, pack=HALF,

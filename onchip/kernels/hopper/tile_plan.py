@@ -14,7 +14,8 @@ from onchip.kernels.tiles import (
     describe_hopper_row,
     hopper_backward_config,
     hopper_forward_of,
-    hopper_width,
+    hopper_forward_widths,
+    split_columns,
 )
 
 # Bytes of the L2 for heads that are computed together. The L2 has 50 MB, but each half of the SMs
@@ -59,9 +60,18 @@ def describe_tiles(problem: Problem, processors: int) -> str:
     return (
         f"{min(plan.num_tiles, processors)} programs for {plan.num_tiles} tiles:"
         f" {config.consumers} x 64 queries{heads}, {config.tile_n} keys at a time in"
-        f" {config.num_stages} stages; registers: {config.consumer_regs} of a consumer,"
-        f" {config.producer_regs} of the producer; {describe_hopper_row(problem)}"
+        f" {config.num_stages} stages{_describe_columns(problem)}; registers:"
+        f" {config.consumer_regs} of a consumer, {config.producer_regs} of the producer;"
+        f" {describe_hopper_row(problem)}"
     )
+
+
+def _describe_columns(problem: Problem) -> str:
+    """The columns of tiles with a tail."""
+    widths = dict(zip(("q and k", "v"), hopper_forward_widths(problem), strict=True))
+    split = {name: split_columns(width) for name, width in widths.items()}
+    tails = [f"{n} + {tail} of {name}" for name, (n, tail) in split.items() if tail]
+    return f"; columns: {', '.join(tails)}" if tails else ""
 
 
 # What a work item of the backward costs beside its steps (a tile of queries against a tile of
@@ -114,7 +124,7 @@ def _heads_per_tile(problem: Problem, config: HopperConfig, is_cut: bool) -> int
     group = problem.group_size
     if problem.has_mask or 64 % group:
         return 1
-    dim = max(hopper_width(problem.head_dim), hopper_width(problem.head_dim_v))
+    dim = max(hopper_forward_widths(problem))
     varied = is_cut and dim in HOPPER_FORWARD_SHORT  # one variant less to compile
     few = problem.seqlen_q * group <= 64 * config.consumers and not varied
     return group if few or problem.page_size else 1

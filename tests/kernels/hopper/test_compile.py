@@ -7,6 +7,7 @@ tables and signatures are tested together. A new variant is one line of FORWARD,
 import math
 import re
 import subprocess
+from collections import Counter
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -80,7 +81,28 @@ FORWARD = [
     Variant(64, {**PACKED, "sinks": True, "softcap": 5.0}),
     Variant(128, {**PACKED, "sinks": True, "softcap": 5.0}, (0.0, 0.005)),
     Variant(256, {**PACKED, "sinks": True, "softcap": 5.0}),
+    Variant(80, {}),  # a tile of 64 columns and a tail of 16
+    Variant(80, {"causal": True}),
+    Variant(96, {}),
+    Variant(96, {"causal": True}),
+    Variant(32, {"lengths": (200, 4000)}),
+    Variant(32, {"causal": True, "lengths": (200, 4000)}),
+    Variant(32, {"causal": True}),
+    Variant(160, {}),
+    Variant(160, {"causal": True}),
+    Variant(192, {}),
+    Variant(192, {"causal": True}),
+    Variant(192, {"head_dim_v": 128}),
     Variant(192, {"head_dim_v": 128, "causal": True, "num_kv_heads": 2}),
+    Variant(192, {**PACKED, "head_dim_v": 128, "sinks": True, "softcap": 5.0}),
+    Variant(72, {**PACKED, "head_dim_v": 88, "sinks": True, "softcap": 5.0}),
+    Variant(96, {"dtype": FP16, **WINDOW}),
+    Variant(80, {"causal": True, "num_kv_heads": 1, "lengths": (17, 300)}),  # heads share a tile
+    Variant(80, {"mask": True}),
+    Variant(160, {"mask": True}),
+    Variant(32, {"mask": True, "lengths": (200, 4000)}),  # strips
+    Variant(96, {"out_dtype": torch.float32}),
+    Variant(192, {"out_dtype": torch.float32, "causal": True}),
     Variant(64, {"mask": True}),
     Variant(64, {"mask": True, "lengths": (200, 4000)}),  # strips
     Variant(128, {"mask": True, "causal": True}),
@@ -103,6 +125,9 @@ MERGE = [
     Variant(128, {"out_dtype": torch.float32}),
     Variant(64, {"out_dtype": torch.float32}),
     Variant(128, {"out_dtype": torch.float32, "mask": True}, (0.0, 0.003)),
+    Variant(80, {"out_dtype": torch.float32}),
+    Variant(96, {"out_dtype": torch.float32, "causal": True}),
+    Variant(32, {"out_dtype": torch.float32}),
 ]
 KV8 = [
     Variant(128, {"precision": "fp8", "causal": True}, (0.003, 0.0)),
@@ -232,7 +257,8 @@ def _pose_paged(
 
 class Machine(NamedTuple):
     """A compiled kernel: registers of a thread at entry, bytes of shared memory, bytes that the
-    kernel itself allocates, its SASS, the names of all instructions, and of each hot loop.
+    kernel itself allocates, its SASS, the names of all instructions, and of each hot loop, and the
+    bytes of copies that its barriers expect.
     """
 
     registers: int
@@ -241,6 +267,7 @@ class Machine(NamedTuple):
     sass: str
     code: list[str]
     loops: list[list[str]]
+    expects: set[int]
 
     def has(self, *names: str) -> bool:
         return any(name.startswith(names) for name in self.code)
@@ -268,7 +295,8 @@ def _compile(kernel, args, kwargs, folder: Path) -> Machine:
     assert all(int(n) < FIRST_NAMED_BARRIER for n in numbers), (
         "the compiler uses our named barriers"
     )
-    return Machine(int(registers), compiled.metadata.shared, allocated, sass, code, loops)
+    expects = set(map(int, re.findall(r"barrier_expect %\w+, (\d+)", compiled.asm["ttgir"])))
+    return Machine(int(registers), compiled.metadata.shared, allocated, sass, code, loops, expects)
 
 
 def _allocated(ttgir: str) -> int:
@@ -467,14 +495,62 @@ def test_forward_stays_in_registers(launches, tmp_path, variant):
     ((kernel, args, kwargs),) = launches
     machine = _compile(kernel, args, kwargs, tmp_path)
     _check(machine, variant, kwargs["maxnreg"])
-    widths = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
+    widths = tiles.hopper_forward_widths(problem)
     wide, config = problem.out_dtype == torch.float32, tiles.hopper_forward_of(problem)
     more = wide, problem.page_size, problem.packed
     _holds(machine, footprint.hopper_forward(config, *widths, *more))
+    if problem.page_size == 0:
+        rows = 64, config.tile_n, config.tile_n
+        boxes = zip(rows, (widths[0], *widths), strict=True)
+        assert machine.expects == {2 * n * width for n, width in boxes}  # a tail under one barrier
+    _check_products(machine, *widths, config)
     if wide and problem.sm_partition is None:
         assert not kwargs["launch_pdl"]
     else:
         _starts_early(machine, kwargs)
+
+
+def _check_products(machine: Machine, width: int, width_v: int, config: tiles.HopperConfig) -> None:
+    """Each hot loop has a QK product over all columns in steps of 16, and for each tile of columns
+    of V a PV product over all keys in steps of 16: no product is over padding.
+    """
+    splits = [n for n in tiles.split_columns(width_v) if n]
+    qk = Counter({config.tile_n: width // 16})
+    want = qk + Counter({n: config.tile_n // 16 for n in splits})
+    if config.tile_n in splits:
+        want[config.tile_n] = width // 16 + config.tile_n // 16
+    for loop in machine.loops:
+        shapes = [re.match(r"HGMMA\.64x(\d+)x16", name) for name in loop]
+        assert Counter(int(shape[1]) for shape in shapes if shape) == want
+
+
+@pytest.mark.parametrize(
+    ("dim", "dim_v", "boxes"),
+    [
+        (72, 24, ([(64, 64), (128, 64), (128, 32), (64, 32)], [(64, 16), (128, 16), None, None])),
+        (96, 80, ([(64, 64), (128, 64), (128, 64), (64, 64)],
+                  [(64, 32), (128, 32), (128, 16), (64, 16)])),
+        (112, 112, ([(64, 128), (128, 128), (128, 128), (64, 128)], [None] * 4)),
+        (192, 128, ([(64, 128), (128, 128), (128, 128), (64, 128)],
+                    [(64, 64), (128, 64), None, None])),
+        (184, 184, ([(64, 128), (64, 128), (64, 128), (64, 128)], [(64, 64)] * 4)),
+    ],
+)  # fmt: skip
+def test_boxes_of_columns_and_of_their_tails(launches, dim, dim_v, boxes):
+    """Swizzles are as wide as a row of the box, at most 128 bytes. Tensors are described with their
+    own columns, so that TMA fills a box with zeros behind them and stores nothing there.
+    """
+    from onchip.kernels.hopper.launch import forward
+
+    problem, x = _pose(Variant(dim, {"head_dim_v": dim_v}))
+    forward(problem, x)
+    ((_, args, _),) = launches
+    for descriptors, expected in zip((args[:4], args[4:8]), boxes, strict=True):
+        for desc, box, n in zip(descriptors, expected, (dim, dim, dim_v, dim_v), strict=True):
+            assert (desc is None) == (box is None)
+            if desc is not None:
+                assert tuple(desc.block_shape[-2:]) == box and desc.shape[-1] == n
+                assert desc.layout.swizzle_byte_width == min(128, 2 * box[1])
 
 
 @pytest.mark.parametrize("rule, consumers", [("window", 3), ("some blocks", 3), ("few blocks", 2)])
