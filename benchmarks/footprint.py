@@ -25,6 +25,7 @@ PREFETCH_STAGES = 8  # tiles for which page ids are prefetched
 # The compiler passes values that warps share to the warps it starts, through shared memory: 290 to
 # 700 bytes, depending on the options of a call (Triton 3.6 and 3.9). No table lists it.
 HANDED_OVER = 1024
+HANDED_OVER_BACKWARD = 768  # fewer values: at most 520 by compilers of 2026-11-18
 
 
 @dataclass(frozen=True)

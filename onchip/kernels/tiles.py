@@ -467,7 +467,9 @@ def hopper_width(head_dim: int) -> int:
 # columns (hopper/column_tails.py). 112 as 64 + 32 + 16 took 8 % longer than padded to 128: three
 # products lose (H200). 48 as 32 + 16 was not timed: PV would be two products of few columns, and
 # both read P from registers. Calls over pages have powers of two from 64 on.
-HOPPER_WIDTHS = (32, 64, 80, 96, 128, 160, 192, 256)
+HOPPER_TAIL_WIDTHS = (32, 64, 80, 96, 128, 160, 192, 256)
+# Widths that calls use. Tails compile without spills, and have not run on a GPU yet.
+HOPPER_WIDTHS = (64, 128, 256)
 
 
 def hopper_forward_width(head_dim: int, page_size: int = 0) -> int:

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from onchip.core.call_cache import clear_call_cache
+from onchip.kernels import tiles
 from onchip.kernels.runtime import counters
 
 
@@ -26,3 +28,12 @@ def now(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     return state
+
+
+@pytest.fixture
+def tails(monkeypatch):
+    """The Hopper forward has tiles of all widths, also of those that calls do not use yet."""
+    monkeypatch.setattr(tiles, "HOPPER_WIDTHS", tiles.HOPPER_TAIL_WIDTHS)
+    clear_call_cache()
+    yield
+    clear_call_cache()

@@ -13,7 +13,7 @@ from onchip.cost.hardware import H200
 from onchip.kernels.tiles import (
     HOPPER_BACKWARD,
     HOPPER_SPLIT,
-    HOPPER_WIDTHS,
+    HOPPER_TAIL_WIDTHS,
     TRITON_CHUNK,
     TRITON_DECODE,
     describe_hopper_row,
@@ -53,12 +53,18 @@ def test_two_consumers_for_tiles_with_few_keys(options, seqlen, consumers):
 
 
 def test_widths_are_powers_of_two_and_tails_of_whole_products():
-    for width in HOPPER_WIDTHS:
+    for width in HOPPER_TAIL_WIDTHS:
         columns, tail = split_columns(width)
         assert columns + tail == width and columns.bit_count() == 1
         assert tail == 0 or (tail.bit_count() == 1 and tail % 16 == 0 and tail < columns)
 
 
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 104, 192, 256])
+def test_tails_are_not_in_use_yet(head_dim):
+    assert hopper_forward_width(head_dim) == hopper_width(head_dim)
+
+
+@pytest.mark.usefixtures("tails")
 @pytest.mark.parametrize(
     ("head_dim", "width"),
     [(8, 32), (32, 32), (40, 64), (72, 80), (80, 80), (88, 96), (104, 128), (112, 128), (136, 160),
@@ -69,6 +75,7 @@ def test_a_head_dim_is_padded_to_the_next_width(head_dim, width):
     assert hopper_forward_width(head_dim, page_size=16) == hopper_width(head_dim)
 
 
+@pytest.mark.usefixtures("tails")
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("has_mask", [False, True])
@@ -85,6 +92,7 @@ def test_tiles_of_all_head_dims_fit_shared_memory(has_mask, causal, out_dtype):
         assert not (config.out_in_q and config.q_stages > 1)
 
 
+@pytest.mark.usefixtures("tails")
 def test_keys_of_192_columns_with_narrow_values_have_a_table_of_their_own():
     make = lambda **o: make_problem(4096, head_dim=192, dtype=torch.bfloat16, causal=True, **o)
     narrow, wide = make(head_dim_v=128), make()

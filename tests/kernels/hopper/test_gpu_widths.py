@@ -14,7 +14,7 @@ from onchip.kernels.hopper import entry
 from onchip.testing import assert_accurate, make_packed
 from tests.kernels.gpu import inputs
 
-pytestmark = pytest.mark.hopper
+pytestmark = [pytest.mark.hopper, pytest.mark.usefixtures("tails")]
 
 WIDTHS = [32, 80, 96, 160, 192]
 
