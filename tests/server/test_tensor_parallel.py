@@ -38,7 +38,7 @@ CONFIG = {
 }
 OPTIONS = {"num_pages": 30, "max_num_seqs": 6, "device": "cpu"}
 FLAGS = ("--pages", "30", "--max-num-seqs", "6", "--device", "cpu", "--drain-s", "20")
-LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
+LONG = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
 DRAFTS = {"method": "draft", "model": "tiny-draft", "num_speculative_tokens": 2}
 PROMPT = "Two ranks divide the heads. "
 
@@ -234,12 +234,15 @@ def test_a_signal_before_the_server_starts(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     words = ["serve", "--port", "0", "--model", str(folder), "--tensor-parallel-size", "2"]
     child = subprocess.Popen(
-        [sys.executable, "-m", "onchip", *words, *FLAGS], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "onchip", *words, *FLAGS],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     while not list(tmp_path.glob("onchip-ranks-*")):
         time.sleep(0.01)
-    time.sleep(0.2)  # the launcher blocks signals before it starts processes
-    child.send_signal(signal.SIGINT)
+    time.sleep(2.0)  # the ranks are being started
+    os.killpg(child.pid, signal.SIGINT)  # to all processes, as a terminal does
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 130 and "Traceback" not in errors, errors
 
