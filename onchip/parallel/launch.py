@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,6 +123,7 @@ def run_rank(folder: Path, work: Callable[[RankJob, Any], Any], argument: object
         (folder / "pid.new").write_text(str(os.getpid()))
         (folder / "pid.new").rename(folder / "pid")
     _watch_launcher()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGUSR1})
     try:
         value = work(RankJob(rank, world_size, folder), argument)
@@ -188,6 +190,7 @@ class _StopForwarder:
         self._thread.start()
         for number in STOP_SIGNALS:
             signal.signal(number, lambda number, frame: self._signals.put(number))
+        resource_tracker.ensure_running()  # started later, it would unblock them again
         blocked = {*STOP_SIGNALS, signal.SIGUSR1}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         return self

@@ -38,7 +38,8 @@ CONFIG = {
 }
 OPTIONS = {"num_pages": 30, "max_num_seqs": 6, "device": "cpu"}
 FLAGS = ("--pages", "30", "--max-num-seqs", "6", "--device", "cpu", "--drain-s", "20")
-LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
+LONG = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
+DRAFTS = {"method": "draft", "model": "tiny-draft", "num_speculative_tokens": 2}
 PROMPT = "Two ranks divide the heads. "
 
 
@@ -65,6 +66,8 @@ REQUESTS = [
     {"temperature": 1.0, "seed": 8, "max_tokens": 50, "stream": True, "frequency_penalty": 0.5},
     {"temperature": 0.9, "seed": 2, "max_tokens": 60, "stop": ["e", "Q#"], "ignore_eos": True},
     {"temperature": 0, "max_tokens": 8, "n": 2, "use_beam_search": True},
+    {"temperature": 0, "max_tokens": 120, "ignore_eos": True},
+    {"temperature": 0, "max_tokens": 120, "ignore_eos": True, "presence_penalty": 0.4},
     {"temperature": 0, "max_tokens": 9, "logprobs": 2, "echo": True, "logit_bias": {"5": 2}},
 ]
 STRUCTURED = [
@@ -231,12 +234,15 @@ def test_a_signal_before_the_server_starts(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     words = ["serve", "--port", "0", "--model", str(folder), "--tensor-parallel-size", "2"]
     child = subprocess.Popen(
-        [sys.executable, "-m", "onchip", *words, *FLAGS], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "onchip", *words, *FLAGS],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     while not list(tmp_path.glob("onchip-ranks-*")):
         time.sleep(0.01)
-    time.sleep(0.2)  # the launcher blocks signals before it starts processes
-    child.send_signal(signal.SIGINT)
+    time.sleep(2.0)  # the ranks are being started
+    os.killpg(child.pid, signal.SIGINT)  # to all processes, as a terminal does
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 130 and "Traceback" not in errors, errors
 
@@ -260,7 +266,7 @@ def parse_flags(folder, *words, size=2):
         (["--replicas", "2"], 2, "replicas=2 is not served with tensor_parallel_size=2"),
         (["--kv-offloading-size", "1"], 2, "kv_offloading_size=1 is not served with"),
         (
-            ["--speculative-config", '{"model": "tiny-draft", "num_speculative_tokens": 2}'],
+            ["--speculative-config", json.dumps(DRAFTS)],
             2,
             "a draft model is not served with tensor_parallel_size=2",
         ),
