@@ -97,6 +97,13 @@ def complete(ask, url, body):
     return "".join(c["text"] for c in choices), choices[-1]["finish_reason"]
 
 
+def embed(ask, url):
+    """The mean of a prompt's hidden states, over both ranks."""
+    status, answer, _ = ask(url, "/v1/embeddings", {"input": PROMPT, "pooling": "mean"})
+    assert status == 200, answer
+    return answer["data"][0]["embedding"]
+
+
 def read_stream(response):
     """The events of a stream until its end; a connection that is cut raises."""
     lines = [line.strip() for line in response.read().decode().split("\n")]
@@ -135,7 +142,9 @@ def test_two_ranks_respond_as_one(start, serving, folder, ask, open_stream, unti
     long = {"prompt": PROMPT} | LONG
     with serving(LLM(folder, **OPTIONS).engine) as (url, _):
         expected = [complete(ask, url, body) for body in (*chosen, long)]
+        vector = embed(ask, url)
     child, url = start()
+    assert embed(ask, url) == pytest.approx(vector, abs=1e-5)
     leaving = open_stream(url, **LONG)
     leaving.getresponse().readline()
     leaving.close()
