@@ -70,7 +70,7 @@ class ExecutionConfig:
     graphs: bool = True
     clock: Callable[[], float] = time.monotonic
     lockstep: bool = False
-    cascade: str = "auto"
+    cascade: str = "off"
 
 
 class Engine:

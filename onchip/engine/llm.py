@@ -41,10 +41,10 @@ class LLM:
     cache, whose first pages stream from there in each of their steps; 0: these are rejected. dtype:
     "auto" for the checkpoint's own. kv_dtype: "fp8" (e4m3) or "int8" for 8-bit pages, of which
     twice as many fit; None for dtype. seed: for requests without one. enforce_eager: use no CUDA
-    graphs. disable_cascade_attn: never read the pages that requests share once for all of them; by
-    default this is done where the cost model predicts that it saves time. num_pages: pages of the
-    cache; None for as many as fit. speculative_config: a dict with the names of
-    `SpeculativeConfig`; outputs do not change, see docs/engine.md.
+    graphs. disable_cascade_attn: False reads the pages that requests share once for all of them,
+    where the cost model predicts that it saves time. num_pages: pages of the cache; None for as
+    many as fit. speculative_config: a dict with the names of `SpeculativeConfig`; outputs do not
+    change, see docs/engine.md.
 
     tensor_parallel_size: torchrun starts this many processes, which all make the same calls. All
     ranks must decide alike, so nothing may depend on time: no graphs, swaps wait for their copies,
@@ -71,7 +71,7 @@ class LLM:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         enforce_eager: bool = False,
-        disable_cascade_attn: bool = False,
+        disable_cascade_attn: bool = True,
         device: str | torch.device | None = None,
         num_pages: int | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,

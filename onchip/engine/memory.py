@@ -50,7 +50,7 @@ def device_pages(
     rows_per_seq: int = 1,
     draft: Model | None = None,
     offloads: bool = False,
-    cascade: str = "auto",
+    cascade: str = "off",
 ) -> int:
     """Pages for a cache: the part of `utilization` of a GPU's memory that is left, or a quarter of
     the free host memory, but never more than max_num_seqs sequences of max_model_len can fill.

@@ -97,7 +97,7 @@ class ModelRunner:
     wherever two share a page, "off" never.
     """
 
-    def __init__(self, model: Model, cache: KVCache, graphs: bool = True, cascade: str = "auto"):
+    def __init__(self, model: Model, cache: KVCache, graphs: bool = True, cascade: str = "off"):
         self._model, self._cache, self._device = model, cache, cache.device
         self._last_tokens = torch.zeros(cache.max_seqs, dtype=torch.int64, device=cache.device)
         self._metadata_cache, self._threads = (
@@ -158,7 +158,7 @@ class ModelRunner:
         # A graph reads pages only: the segments of offloaded pages are copied by the host's code.
         graphs = None if self._reads_host(step) else self._graphs
         if graphs is not None and _is_decode_only(step):
-            shared = graphs.plan(_batch_rows(step), is_decode_only=True)
+            shared = self._plan_for_graph(graphs, step, is_decode_only=True)
             ids = _int32_tensor(_token_ids(step.chunks))
             return _ForwardOutput(graphs.replay(step, ids, shared), shared=shared)
         claimed = claim_rows(step, _chunk_ends(step.chunks))
@@ -170,12 +170,17 @@ class ModelRunner:
             and not _needs_prompt_logprobs(step)
             and not needs_all_rows(step)
         ):
-            shared = graphs.plan(_batch_rows(step), is_decode_only=False)
+            shared = self._plan_for_graph(graphs, step, is_decode_only=False)
             numbers = _int32_tensor(_token_ids(step.chunks) + rows)
             ids, at = numbers.split([step.num_tokens, len(rows)])
             hidden = graphs.replay_mixed(step, ids, at, shared)
             return _ForwardOutput(hidden, claimed, shared=shared)
         return self._forward_eagerly(step, rows, claimed, self._plan_cascade(step))
+
+    def _plan_for_graph(
+        self, graphs: StepGraphs, step: ScheduledStep, is_decode_only: bool
+    ) -> CascadeStep | None:
+        return None if self._cascade is None else graphs.plan(_batch_rows(step), is_decode_only)
 
     def _plan_cascade(self, step: ScheduledStep) -> CascadeStep | None:
         """The cascade of an eager step. Steps that read host memory have none."""

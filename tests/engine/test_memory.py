@@ -101,7 +101,7 @@ def test_memory_besides_pages_is_subtracted(tiny, monkeypatch, graphs):
     device, drawn, limits = Device(monkeypatch), [], Limits(250, 64, 12)
     add = Engine.add
     monkeypatch.setattr(Engine, "add", lambda *args: drawn.append(args[2]) or add(*args))
-    recorded = ExecutionConfig() if graphs else None
+    recorded = ExecutionConfig(cascade="auto") if graphs else None
     room = memory._free_gpu_bytes(tiny.model(), limits, memory.Paging(16), 0.9, recorded)
     fixed = device.peak - device.held + 2 * CHUNK_BYTES
     table = (4 + 16) * 12 * -(-250 // 16)  # and the tables of a cascade

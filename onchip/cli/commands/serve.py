@@ -113,9 +113,9 @@ def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
 @_limit("--gpu-memory-utilization", 0.9, "SHARE", "Share of the GPU's memory, with weights.")
 @click.option("--no-prefix-caching", is_flag=True, help="Share no prefixes between requests.")
 @click.option(
-    "--disable-cascade-attn",
-    is_flag=True,
-    help="Read the pages that requests share once for each of them.",
+    "--disable-cascade-attn/--no-disable-cascade-attn",
+    default=True,
+    help="Read the pages that requests share once for each of them, or once for all.",
 )
 @speculative_config_option()
 @click.option(
