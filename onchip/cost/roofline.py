@@ -29,6 +29,7 @@ from onchip.kernels.tiles import (
     hopper_forward_of,
     hopper_forward_widths,
     hopper_split_config,
+    hopper_splits_dq,
     hopper_width,
 )
 
@@ -238,7 +239,7 @@ def _backward(problem: Problem, hardware: Hardware, density: float) -> list[Phas
     """
     width = hopper_width(max(problem.head_dim, problem.head_dim_v))
     rows = problem.batch * problem.seqlen_q * problem.num_heads
-    itemsize, apart = problem.dtype.itemsize, problem.deterministic or width == 256
+    itemsize, apart = problem.dtype.itemsize, hopper_splits_dq(problem)
     summed = 0 if apart else 4 * rows * width
     read = 2 * rows * problem.head_dim_v * itemsize
     phases = [_streaming("prepare", read + summed, hardware)]

@@ -662,6 +662,35 @@ def hopper_split_config(head_dim: int) -> HopperSplitConfig:
     return _hopper_row("HOPPER_SPLIT", hopper_width(head_dim))
 
 
+# Keys that a query sees in the mean, up to which dq in its own kernel is faster than summed in
+# fp32: the sum is cleared, added to and read once, however few keys there are. By head_dim, H200,
+# 2026-11-18 (h200-backward.json, deterministic): causal calls of 512 tokens 1.04x at 64 and 1.11x
+# at 128, of 1,024 tokens 0.94x and 1.01x; dense calls of 512 tokens 0.97x and 1.00x.
+HOPPER_SPLIT_KEYS = {64: 256, 128: 512}
+
+
+def hopper_splits_dq(problem: Problem) -> bool:
+    """Whether dq has its own kernel: deterministic, at head_dim 256, and in calls with few keys.
+    These were measured with as many key heads as heads, and without lists of sequences or tiles.
+    """
+    width = hopper_width(max(problem.head_dim, problem.head_dim_v))
+    if problem.deterministic or width == 256:
+        return True
+    if problem.packed or problem.has_mask or problem.group_size > 1:
+        return False
+    return _mean_keys(problem) <= HOPPER_SPLIT_KEYS[width]
+
+
+def _mean_keys(problem: Problem) -> float:
+    """Keys that a query sees in the mean, to half a key. Keys before the first one count."""
+    (left, right), keys = problem.window, float(problem.seqlen_k)
+    if right is not None:
+        keys = min(keys, problem.seqlen_k - problem.seqlen_q / 2 + right)
+        if left is not None:
+            keys = min(keys, left + right + 1)
+    return keys
+
+
 # Rows that a user measured with `onchip tune --write`, by device name, then by (table, key).
 # kernels/tuned.py reads and checks them. They take precedence over the rows above.
 Measured = dict[tuple[str, Any], Any]

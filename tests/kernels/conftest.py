@@ -30,6 +30,21 @@ def now(monkeypatch):
     return state
 
 
+SPLIT_KEYS = tiles.HOPPER_SPLIT_KEYS
+
+
+@pytest.fixture(autouse=True)
+def one_kernel_for_all_gradients(monkeypatch):
+    """The backward of these short calls is that of long ones."""
+    monkeypatch.setattr(tiles, "HOPPER_SPLIT_KEYS", dict.fromkeys(SPLIT_KEYS, 0))
+
+
+@pytest.fixture
+def few_keys(monkeypatch, one_kernel_for_all_gradients):
+    """The backward of short calls is their own."""
+    monkeypatch.setattr(tiles, "HOPPER_SPLIT_KEYS", SPLIT_KEYS)
+
+
 @pytest.fixture
 def tails(monkeypatch):
     """The Hopper forward has tiles of all widths, also of those that calls do not use yet."""

@@ -20,6 +20,7 @@ from onchip.kernels.tiles import (
     hopper_forward_of,
     hopper_forward_width,
     hopper_forward_widths,
+    hopper_splits_dq,
     hopper_width,
     paper_product_tiles,
     paper_sram,
@@ -135,3 +136,29 @@ def test_tiles_of_v1_are_those_published():
     assert paper_v1_tiles(51_201, 128, 128) == (101, 101)
     assert paper_sram(None, 2) == 51_200 and paper_sram(7, 2) == 7
     assert paper_v1_tiles(paper_sram(math.inf, 2), 64, 64).tile_n > 2**31
+
+
+@pytest.mark.parametrize(
+    ("options", "splits"),
+    [
+        ({"seqlen": 512, "head_dim": 64, "causal": True}, True),
+        ({"seqlen": 520, "head_dim": 64, "causal": True}, False),
+        ({"seqlen": 1024, "head_dim": 128, "causal": True}, True),
+        ({"seqlen": 1040, "head_dim": 96, "causal": True}, False),
+        ({"seqlen": 512, "head_dim": 64}, False),
+        ({"seqlen": 512, "head_dim": 128}, True),
+        ({"seqlen": 9000, "head_dim": 128, "window_size": (300, 211)}, True),
+        ({"seqlen": 9000, "head_dim": 128, "window_size": (300, 212)}, False),
+        ({"seqlen": 9000, "head_dim": 128, "window_size": (300, None)}, False),
+        ({"seqlen": 9000, "head_dim": 40, "deterministic": True}, True),
+        ({"seqlen": 9000, "head_dim": 256}, True),
+        ({"seqlen": 512, "head_dim": 128, "num_kv_heads": 4}, False),
+    ],
+    ids=str,
+)
+def test_dq_has_its_own_kernel_where_queries_see_few_keys(few_keys, options, splits):
+    options, seqlen = dict(options), options["seqlen"]
+    deterministic = options.pop("deterministic", False)
+    del options["seqlen"]
+    problem = make_problem(seqlen, num_heads=8, dtype=torch.bfloat16, **options)
+    assert hopper_splits_dq(problem._replace(deterministic=deterministic)) == splits

@@ -1,11 +1,12 @@
 """From a call's tensors to the launches of the Hopper backward: prepare, gradients, finish.
 
   prepare_kernel ---> backward_kernel ------> finish_kernel        dq: fp32 accumulator, any order
-  prepare_kernel ---> backward_kernel (dk, dv), backward_split_kernel (dq)        deterministic
-  prepare_kernel ---> backward_split_kernel (dk), (dv), (dq)                      head_dim 256
+  prepare_kernel ---> backward_kernel (dk, dv), backward_split_kernel (dq)  deterministic, few keys
+  prepare_kernel ---> backward_split_kernel (dk), (dv), (dq)                head_dim 256
 
 One kernel (backward.py) computes all gradients where dq may be summed in the order in which tiles
-finish. Otherwise dq has a kernel of its own (backward_split.py), and at head_dim 256 dk and dv too.
+finish, and where that is faster (tiles.hopper_splits_dq). Otherwise dq has a kernel of its own
+(backward_split.py), and at head_dim 256 dk and dv too.
 
 Two buffers connect the kernels. In both, every sequence of every head starts a new tile of queries
 (index: backward.BackwardParams.padded_tile). `rows` has tile_m times lse in base 2 for each tile,
@@ -43,6 +44,7 @@ from onchip.kernels.tiles import (
     HopperBackwardConfig,
     hopper_backward_config,
     hopper_split_config,
+    hopper_splits_dq,
     hopper_width,
 )
 
@@ -62,7 +64,7 @@ def backward(
 ) -> Grads:
     if not (x.q.numel() and x.k.numel()):
         return _without_scores(problem, x, out, lse, dout, dlse)
-    buffers = BackwardBuffers.of(problem, x)
+    buffers = BackwardBuffers.of(problem, x, hopper_splits_dq(problem))
     delta = None if x.sinks is None else torch.empty_like(lse)
     dout = _prepare(problem, buffers, x, (out, lse, dout, dlse), delta)
     shares = UNDIVIDED if buffers.dq is None else Shares.of(problem, x)
@@ -111,7 +113,7 @@ class BackwardBuffers(NamedTuple):
     counters: Tensor
 
     @staticmethod
-    def of(problem: Problem, x: Tensors) -> "BackwardBuffers":
+    def of(problem: Problem, x: Tensors, splits_dq: bool = False) -> "BackwardBuffers":
         width = hopper_width(max(problem.head_dim, problem.head_dim_v))
         tile_m = hopper_split_config(width).tile
         tiles = -(-problem.seqlen_q // tile_m)
@@ -119,8 +121,7 @@ class BackwardBuffers(NamedTuple):
         num_tiles = total_q // tile_m + problem.batch if problem.packed else tiles * problem.batch
         num_rows = num_tiles * problem.num_heads * tile_m
         rows = x.q.new_empty(2 * num_rows, dtype=torch.float32)
-        apart = problem.deterministic or width == 256
-        dq = None if apart else x.q.new_empty(num_rows * width, dtype=torch.float32)
+        dq = None if splits_dq else x.q.new_empty(num_rows * width, dtype=torch.float32)
         lengths = (problem.num_heads, problem.seqlen_q, total_q, problem.batch, tiles)
         counters = x.q.new_empty(4, 4, dtype=torch.int32)
         return BackwardBuffers(tile_m, width, lengths, rows, dq, counters)

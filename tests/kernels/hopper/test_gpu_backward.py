@@ -41,6 +41,15 @@ def test_lengths(dim, causal, seqlen):
     assert_accurate(attend, *inputs(seqlen, dim=dim), causal=causal, grad=True)
 
 
+@pytest.mark.parametrize("dim", [40, 64, 80, 128])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (100, 20)}], ids=str)
+def test_few_keys_are_computed_as_a_deterministic_call(few_keys, dim, options):
+    x = inputs(500, dim=dim)
+    assert_accurate(attend, *x, grad=True, **options)
+    pairs = zip(gradients(*x, **options), gradients(*x, deterministic=True, **options), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 1), (1, 777), (63, 111), (799, 1023)])

@@ -110,6 +110,19 @@ def test_backward(launches, dim, kernel, deterministic):
     assert kernel in [name for name, _, _ in launches]
 
 
+@pytest.mark.parametrize(("seqlen", "splits_dq"), [(300, True), (1300, False)])
+def test_dq_of_few_keys_has_its_own_kernel(launches, few_keys, seqlen, splits_dq):
+    x = Tensors(*tensors(seqlen=seqlen, dim=128))
+    problem = describe(x, Options(causal=True), ())
+    out, lse = torch.zeros_like(x.q), torch.zeros(2, 8, seqlen)
+    launch_backward.backward(problem, x, out, lse, out, None)
+    names = [name for name, _, _ in launches]
+    gradients = [arguments for name, _, arguments in launches if name == "backward_kernel"]
+    assert [arguments["DQ"] for arguments in gradients] == [not splits_dq]
+    assert ("backward_split_kernel" in names) == splits_dq
+    assert ("finish_kernel" in names) == (not splits_dq)
+
+
 @pytest.mark.parametrize("precision", ["fp8", "int8", "int8_pv16"])
 def test_products_of_8_bits(launches, precision):
     x = Tensors(*tensors(heads=8, kv_heads=2))
