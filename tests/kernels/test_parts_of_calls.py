@@ -5,6 +5,7 @@ gradients that are not rounded.
 import pytest
 import torch
 
+import onchip.lab  # noqa: F401  registers the kernels of the papers
 from onchip.core import torch_op
 from onchip.core.backend import accumulator_dtype
 from onchip.core.functional import attention, merge_states

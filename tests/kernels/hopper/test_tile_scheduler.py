@@ -134,7 +134,7 @@ def test_forward(lengths, sparse):
         handed_out = []
         params, existing = make_forward_params(lengths, sparse, handed_out)
         device.draws = 0
-        device.launch(produce, None, None, None, None, 0, pipes(), params)
+        device.launch(produce, *[None] * 7, 0, pipes(), params)
         assert sorted(handed_out) == existing and device.words == [0, 0]
         assert device.draws == len(existing if sparse else range(params.order.num_tiles))
 
@@ -146,7 +146,7 @@ def test_wrong_lengths_leave_the_counter_at_0(apart):
     params, _ = make_forward_params(LENGTHS["packed"], True, [])
     end = 3 * params.order.num_tiles
     params.find_tile = lambda number, *at: (number * apart if number < end else end, *at)
-    device.launch(forward_of(device), None, None, None, None, 0, pipes(), params)
+    device.launch(forward_of(device), *[None] * 7, 0, pipes(), params)
     assert device.words == [0, 0]
 
 
@@ -156,7 +156,7 @@ def test_with_a_program_for_each_tile_nothing_is_drawn():
     device.words = ["any", "value"]
     handed_out = []
     params, existing = make_forward_params([QUERIES] * PROGRAMS, False, handed_out)
-    device.launch(forward_of(device), None, None, None, None, 0, pipes(), params)
+    device.launch(forward_of(device), *[None] * 7, 0, pipes(), params)
     assert sorted(handed_out) == existing and device.words == ["any", "value"]
 
 
