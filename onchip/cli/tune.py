@@ -144,12 +144,18 @@ def knobs(
     """
     knobs = [Knob(t, key) for t in tables(capability) for key in getattr(tiles, t.name)]
     known = [k for k in knobs if "dbias" not in k.parts and FP32_BYTES not in k.parts]
+    known = [k for k in known if _is_in_use(k)]
     wanted = lambda value, choice: not choice or value in choice
     return [
         k
         for k in known
         if wanted(k.table.kernel, kernels) and wanted(k.way, ways) and wanted(k.head_dim, head_dims)
     ]
+
+
+def _is_in_use(knob: Knob) -> bool:
+    """Whether any call has the width of this row."""
+    return not knob.table.name.startswith("HOPPER_FORWARD") or knob.head_dim in tiles.HOPPER_WIDTHS
 
 
 def candidates(knob: Knob, most: int) -> dict[str, Any]:

@@ -78,6 +78,8 @@ class _ForwardOutput:
 
     def pool(self, num_sampled: int) -> list[tuple[PooledRows, Tensor]]:
         """The fp32 sum of the rows of each embedding."""
+        if not self.claimed:
+            return []
         last = self.hidden[num_sampled:]
         return [(p, self._sum(p.rows, last[i])) for i, p in enumerate(self.claimed)]
 
@@ -146,7 +148,8 @@ class ModelRunner:
         forward = self._forward(step)
         num_sampled = len(step.rows_to_sample)
         if num_sampled:
-            sampled = self._sample(forward.hidden[:num_sampled], step)
+            hidden = forward.hidden[:num_sampled] if forward.claimed else forward.hidden
+            sampled = self._sample(hidden, step)
         pooled = forward.pool(num_sampled)
         return self._copy_results(
             InFlightStep(

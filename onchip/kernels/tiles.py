@@ -667,25 +667,30 @@ def hopper_split_config(head_dim: int) -> HopperSplitConfig:
 # 2026-11-18 (h200-backward.json, deterministic): causal calls of 512 tokens 1.04x at 64 and 1.11x
 # at 128, of 1,024 tokens 0.94x and 1.01x; dense calls of 512 tokens 0.97x and 1.00x.
 HOPPER_SPLIT_KEYS = {64: 256, 128: 512}
+_SPLIT_ROWS, _MANY_TILES = 128, 4 * 132  # four tiles for each processor of an H200
 
 
 def hopper_splits_dq(problem: Problem) -> bool:
     """Whether dq has its own kernel: deterministic, at head_dim 256, and in calls with few keys.
-    These were measured with as many key heads as heads, and without lists of sequences or tiles.
+    These were measured with as many key heads as heads, without lists of sequences or tiles, and
+    with tiles for all processors: otherwise one more kernel takes longer than the sum.
     """
     width = hopper_width(max(problem.head_dim, problem.head_dim_v))
     if problem.deterministic or width == 256:
         return True
-    if problem.packed or problem.has_mask or problem.group_size > 1:
+    if problem.packed or problem.has_mask or problem.group_size > 1 or problem.softcap:
         return False
-    return _mean_keys(problem) <= HOPPER_SPLIT_KEYS[width]
+    num_tiles = problem.batch * problem.num_heads * (-(-problem.seqlen_q // _SPLIT_ROWS))
+    return num_tiles >= _MANY_TILES and _mean_keys(problem) <= HOPPER_SPLIT_KEYS[width]
 
 
 def _mean_keys(problem: Problem) -> float:
-    """Keys that a query sees in the mean, to half a key. Keys before the first one count."""
+    """Keys that a query with any key sees in the mean, to half a key. Keys before the first one
+    count.
+    """
     (left, right), keys = problem.window, float(problem.seqlen_k)
     if right is not None:
-        keys = min(keys, problem.seqlen_k - problem.seqlen_q / 2 + right)
+        keys = min(keys, problem.seqlen_k + right - problem.seen_queries / 2)
         if left is not None:
             keys = min(keys, left + right + 1)
     return keys

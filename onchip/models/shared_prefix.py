@@ -66,5 +66,6 @@ def _attend_level(
         queries = queries.expand(segments, -1, -1, -1, -1).flatten(0, 1)
     tables = shared.page_table, shared.seqlens
     out, lse = paged_attention(queries, *pages, *tables, causal=False, **options)
-    lse = lse.unflatten(0, (segments, slots)).transpose(1, 2).flatten(2)
+    # With one row a slot, flatten is a view, and the merge reads rows one after another.
+    lse = lse.unflatten(0, (segments, slots)).transpose(1, 2).flatten(2).contiguous()
     return out.unflatten(0, (segments, slots)).flatten(1, 2), lse

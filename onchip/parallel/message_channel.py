@@ -31,8 +31,10 @@ class MessageChannel:
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
+        # An operation outlives the wait for it, and Python does not end before the operation does.
+        timeout = _SEND if self.rank == 0 else _IDLE
         self._group = group_of(
-            dist.new_group(backend="gloo", timeout=_IDLE)  # pyright: ignore[reportArgumentType]
+            dist.new_group(backend="gloo", timeout=timeout)  # pyright: ignore[reportArgumentType]
         )
 
     def send(self, message: bytes) -> None:

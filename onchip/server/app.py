@@ -280,9 +280,9 @@ class Server:
         chat = _or_400(body.make_chat)
         reader, params = self._chat_reader(chat), _or_400(lambda: chat.params(self.dialect))
         prompt = await self._encode_chat(chat, False, deadline)
-        await deadline.enforce(self.service.compile_grammar(params, deadline.left_s))
+        grammar = await deadline.enforce(self.service.compile_grammar(params, deadline.left_s))
         salt, stream = body.derive_salt(request.state.salt), bool(body.stream)
-        rest = (body.priority or 0, deadline.left_s, salt, stream)
+        rest = (body.priority or 0, deadline.left_s, salt, stream, grammar)
         pending = await self.service.submit(
             [EngineRequest(prompt, params, *rest)], request.state.incoming
         )
@@ -319,11 +319,13 @@ class Server:
         deadline: Deadline,
     ) -> Response:
         generation.check_num_choices()
-        await deadline.enforce(self.service.compile_grammar(generation.params, deadline.left_s))
+        compiling = self.service.compile_grammar(generation.params, deadline.left_s)
+        grammar = await deadline.enforce(compiling)
         special = body.add_special_tokens is not False
         tokens = [await self._encode(prompt, special, deadline) for prompt in generation.prompts]
         salt, incoming = body.derive_salt(request.state.salt), request.state.incoming
-        rest = (generation.params, body.priority or 0, deadline.left_s, salt, bool(body.stream))
+        rest = (body.priority or 0, deadline.left_s, salt, bool(body.stream), grammar)
+        rest = (generation.params, *rest)
         pending = await self.service.submit([EngineRequest(ids, *rest) for ids in tokens], incoming)
         reader = generation.reader
         call = self._accept(pending, deadline, generates=not reader.scores_only)

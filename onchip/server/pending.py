@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from onchip.engine.request import RequestOutput
 from onchip.engine.sampling_params import PoolingParams, SamplingParams
+from onchip.engine.structure.compiler import PendingGrammar
 
 from .errors import APIError
 
@@ -16,7 +18,7 @@ from .errors import APIError
 @dataclass(frozen=True)
 class EngineRequest:
     """One prompt. deadline_s: seconds it may take. stream: every output is needed, not only the
-    last.
+    last. grammar: keeps a compiled grammar until the engine has found it.
     """
 
     prompt: Sequence[int]
@@ -25,6 +27,12 @@ class EngineRequest:
     deadline_s: float | None = None
     salt: bytes = b""
     stream: bool = True
+    grammar: PendingGrammar | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of `Engine.add`."""
+        return {name: value for name, value in vars(self).items() if name != "grammar"}
 
 
 class IncomingRequest:

@@ -61,10 +61,13 @@ class ResponseWriter:
         return self._report("created") + self._report("in_progress")
 
     def push(self, delta: ChoiceDelta) -> bytes:
-        """The text of a delta precedes its calls."""
-        events = self._push_text(delta.text) if delta.text else b""
+        """The arguments of the open call precede the text of a delta, its new calls follow it."""
+        is_new = [call.id is not None for call in delta.calls]
+        split = is_new.index(True) if any(is_new) else len(is_new)
+        events = b"".join(map(self._push_call, delta.calls[:split]))
+        events += self._push_text(delta.text) if delta.text else b""
         self._finish_reason = delta.finish_reason or self._finish_reason
-        return events + b"".join(map(self._push_call, delta.calls))
+        return events + b"".join(map(self._push_call, delta.calls[split:]))
 
     def finish(self, usage: Usage) -> bytes:
         """An output without a text and without calls is one empty message."""

@@ -194,9 +194,12 @@ class Service:
             raise error
         return pending
 
-    async def compile_grammar(self, params: SamplingParams, seconds: float) -> None:
-        """Wait until the grammar of these parameters, if they have one, is compiled: the engine
-        then finds it in its cache. APIError: it is refused. TimeoutError: not done in time.
+    async def compile_grammar(
+        self, params: SamplingParams, seconds: float
+    ) -> PendingGrammar | None:
+        """Wait until the grammar of these parameters, if they have one, is compiled. The engine
+        finds it again while the caller holds it. APIError: it is refused. TimeoutError: not done
+        in time.
         """
         try:
             grammar = self._engine.compile_grammar(params)
@@ -209,6 +212,7 @@ class Service:
                 await done.wait()
             if grammar.error is not None:
                 raise APIError(400, grammar.error, code="invalid_grammar")
+        return grammar
 
     def release(self, pending: PendingCall) -> None:
         """The caller is gone: unfinished requests are cancelled before the next step, and requests
@@ -383,7 +387,7 @@ class Service:
         if self._death_cause is not None:
             return _dead_error(self._death_cause)
         try:
-            added = self._engine.add(request_id=request_id, **vars(request))
+            added = self._engine.add(request_id=request_id, **request.arguments)
         except ValueError as error:
             return APIError(400, str(error))
         except Exception as error:

@@ -148,7 +148,7 @@ class LeaderProcess(ServerProcess):
             super().handle_exit(sig, frame)
         elif self._loop is None:
             self.has_lost_rank = self.should_exit = True
-        else:
+        elif not self._loop.is_closed():
             self.has_lost_rank = True
             self._loop.call_soon_threadsafe(self._fail_all)
 

@@ -156,6 +156,7 @@ def test_every_table_is_searched_on_the_devices_that_use_it():
         "HOPPER_FORWARD_SPARSE",
         "HOPPER_DECODE_STAGES",
         "HOPPER_DECODE_STAGES_DENSE",
+        "HOPPER_SPLIT_KEYS",
     }
     assert "TRITON_SM80" in names(8, 0) and not {"HOPPER_FORWARD", "TRITON_SM90"} & names(8, 0)
     chosen = tune.knobs((9, 0), ["triton"], ["backward"], [128])

@@ -41,8 +41,9 @@ def one_kernel_for_all_gradients(monkeypatch):
 
 @pytest.fixture
 def few_keys(monkeypatch, one_kernel_for_all_gradients):
-    """The backward of short calls is their own."""
+    """The backward of short calls is their own, however few tiles they have."""
     monkeypatch.setattr(tiles, "HOPPER_SPLIT_KEYS", SPLIT_KEYS)
+    monkeypatch.setattr(tiles, "_MANY_TILES", 0)
 
 
 @pytest.fixture

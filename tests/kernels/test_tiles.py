@@ -1,6 +1,7 @@
 """Consistency of the tile tables."""
 
 import math
+from functools import partial
 from itertools import product
 
 import pytest
@@ -10,6 +11,7 @@ from benchmarks import footprint
 from benchmarks.footprint import HANDED_OVER
 from onchip.cost import make_problem
 from onchip.cost.hardware import H200
+from onchip.kernels import tiles
 from onchip.kernels.tiles import (
     HOPPER_BACKWARD,
     HOPPER_SPLIT,
@@ -153,12 +155,22 @@ def test_tiles_of_v1_are_those_published():
         ({"seqlen": 9000, "head_dim": 40, "deterministic": True}, True),
         ({"seqlen": 9000, "head_dim": 256}, True),
         ({"seqlen": 512, "head_dim": 128, "num_kv_heads": 4}, False),
+        ({"seqlen": 512, "head_dim": 128, "softcap": 5.0}, False),
+        ({"seqlen": 8192, "seqlen_k": 4096, "head_dim": 128, "causal": True}, False),
+        ({"seqlen": 1024, "seqlen_k": 512, "head_dim": 128, "causal": True}, True),
     ],
     ids=str,
 )
 def test_dq_has_its_own_kernel_where_queries_see_few_keys(few_keys, options, splits):
-    options, seqlen = dict(options), options["seqlen"]
-    deterministic = options.pop("deterministic", False)
-    del options["seqlen"]
+    options = dict(options)
+    replaced = {n: options.pop(n) for n in ("deterministic", "seqlen_k", "softcap") if n in options}
+    seqlen = options.pop("seqlen")
     problem = make_problem(seqlen, num_heads=8, dtype=torch.bfloat16, **options)
-    assert hopper_splits_dq(problem._replace(deterministic=deterministic)) == splits
+    assert hopper_splits_dq(problem._replace(**replaced)) == splits
+
+
+def test_few_tiles_have_one_kernel(monkeypatch):
+    monkeypatch.setattr(tiles, "HOPPER_SPLIT_KEYS", {128: 512})
+    make = partial(make_problem, 512, head_dim=128, dtype=torch.bfloat16, causal=True)
+    assert hopper_splits_dq(make(batch=17, num_heads=8))
+    assert not hopper_splits_dq(make(batch=16, num_heads=8))

@@ -10,7 +10,7 @@ from onchip.core.functional import paged_attention
 from onchip.kvcache import PagedBatch
 from onchip.kvcache.shared_prefixes import SharedShape, SharedSlot, pack_slots
 from onchip.models.decoder import PagedAttend
-from onchip.models.shared_prefix import can_share
+from onchip.models.shared_prefix import _attend_level, can_share
 from onchip.quant import kv8
 
 SIZE, HEADS, KV_HEADS, DIM = 4, 6, 2, 16
@@ -175,6 +175,17 @@ def test_parts_are_merged_unrounded():
     shared = share(batch, groups, counts, SharedShape(2, 4, 2))
     rmse = lambda batch: (PagedAttend(batch, cache).read(0, q) - exact).square().mean().sqrt()
     assert rmse(shared) <= 1.05 * rmse(batch)
+
+
+def test_the_lse_of_slots_of_one_row_is_contiguous():
+    """The merge in one launch reads the rows of a head one after another."""
+    (groups, counts), draw = GROUPS["one"], random.Random(5)
+    batch, num_pages = make_batch(groups, counts, draw)
+    cache = Pages(num_pages, torch.float32)
+    q = torch.randn(sum(counts), HEADS, DIM)
+    shared = share(batch, groups, counts, SharedShape(len(counts), 1)).shared
+    _, lse = _attend_level(q, cache.layer(0), shared, {"return_lse": True})
+    assert lse.shape == (1, HEADS, len(counts)) and lse.is_contiguous()
 
 
 def rmse(got, exact):

@@ -9,7 +9,11 @@ from importlib.util import find_spec
 import pytest
 
 from onchip.engine.llm import LLM
+from onchip.server.protocol import CachedTokens, Usage
+from onchip.server.response_events import ResponseWriter
 from onchip.server.response_items import ResponsesRequest
+from onchip.server.responses import ChoiceDelta
+from onchip.server.tools import CallDelta
 from tests.server.conftest import serve
 from tests.server.tools.test_calls import (
     ARGUMENTS,
@@ -318,3 +322,19 @@ def test_a_prefix_of_a_chat_is_shared_with_it(ask):
     assert done["usage"]["input_tokens"] == usage["prompt_tokens"]
     cached = done["usage"]["input_tokens_details"]["cached_tokens"]
     assert cached == usage["prompt_tokens"] - 1
+
+
+def test_a_delta_may_end_a_call_and_begin_a_text_and_a_call():
+    """Arguments belong to the call before the text, whatever a delta joins."""
+    writer = ResponseWriter(ResponsesRequest.model_validate({"input": "a"}), "fake")
+    delta = lambda text, *calls: ChoiceDelta(0, text, [], 0, calls=calls)
+    writer.push(delta("", CallDelta(0, "c1", "weather", '{"a": 1')))
+    events = writer.push(
+        delta("Done.", CallDelta(0, None, None, "23}"), CallDelta(1, "c2", "time", "{}"))
+    )
+    counts = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+    writer.finish(Usage(**counts, prompt_tokens_details=CachedTokens(cached_tokens=0)))
+    first, message, second = writer.response.output
+    assert (first.name, first.arguments, first.status) == ("weather", '{"a": 123}', "completed")
+    assert message.content[0].text == "Done." and (second.name, second.arguments) == ("time", "{}")
+    assert events.index(b'"23}"') < events.index(b"Done.") < events.index(b'"c2"')

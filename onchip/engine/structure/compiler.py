@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any
+from weakref import WeakValueDictionary
 
 from onchip.engine.structure.automaton import (
     TokenMatcher,
@@ -82,6 +83,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, tuple(eos_token_ids)
         self._cache: OrderedDict[Grammar, PendingGrammar] = OrderedDict()
+        self._in_use: WeakValueDictionary[Grammar, PendingGrammar] = WeakValueDictionary()
         self._lock, self._index_lock = threading.Lock(), threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self._workers: TextWorkerPool | None = None
@@ -93,15 +95,16 @@ class GrammarCompiler:
         self._is_trusted = True
 
     def compile(self, grammar: Grammar) -> PendingGrammar:
-        """Start to compile a grammar, or find it. ValueError: this engine compiles none."""
+        """Start to compile a grammar, or find it: in the cache, or as long as anyone holds it.
+        ValueError: this engine compiles none.
+        """
         with self._lock:
-            known = self._cache.get(grammar)
-            if known is not None and not known.is_stale:
-                self._cache.move_to_end(grammar)
-                return known
-            self._check()
-            future = self._start_threads().submit(self._build, grammar)
-            pending = self._cache[grammar] = PendingGrammar(future, self._vocab_size)
+            pending = self._cache.get(grammar) or self._in_use.get(grammar)
+            if pending is None or pending.is_stale:
+                self._check()
+                future = self._start_threads().submit(self._build, grammar)
+                pending = self._in_use[grammar] = PendingGrammar(future, self._vocab_size)
+            self._cache[grammar] = pending
             self._cache.move_to_end(grammar)
             while len(self._cache) > CACHED_GRAMMARS:
                 self._cache.popitem(last=False)

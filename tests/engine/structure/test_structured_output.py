@@ -2,11 +2,13 @@
 every keyword, at random temperatures, are validated by jsonschema_rs (draft 2020-12).
 """
 
+import gc
 import json
 import re
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -269,7 +271,13 @@ def test_grammars_are_cached_up_to_a_bound(llm, monkeypatch):
     first = compile_one("a1")
     assert compile_one("a1") is first
     compile_one("a2"), compile_one("a3")
-    assert compile_one("a1") is not first
+    assert compile_one("a1") is first  # while anyone holds it
+    forgotten = weakref.ref(first)
+    assert first.error is None
+    del first
+    compile_one("a2"), compile_one("a3")
+    gc.collect()
+    assert forgotten() is None
 
 
 def test_failures_are_kept_for_a_while(llm, monkeypatch):
