@@ -27,13 +27,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+if TYPE_CHECKING:  # torch's launcher cannot be imported on every system
+    from torch.distributed.launcher.api import LaunchConfig
 
 LOG = logging.getLogger("onchip")
 STEP_TIMEOUT = timedelta(minutes=10)  # of a collective; NCCL's default
@@ -98,6 +98,10 @@ def launch_ranks(
     """
     if not hasattr(signal, "pthread_sigmask"):
         raise ValueError("several ranks of one machine need a Unix system")
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
     _silence_launcher()
     with tempfile.TemporaryDirectory(prefix="onchip-ranks-") as name, _environment():
         folder = Path(name)
@@ -136,7 +140,10 @@ def run_rank(folder: Path, work: Callable[[RankJob, Any], Any], argument: object
     return value
 
 
-def _config(world_size: int, folder: Path) -> LaunchConfig:
+def _config(world_size: int, folder: Path) -> "LaunchConfig":
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -7,6 +7,7 @@ Most messages take one broadcast. Nothing is unpickled: a receiver gets bytes of
 """
 
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -62,8 +63,8 @@ class MessageChannel:
 
     def _broadcast(self, data: Tensor) -> Tensor:
         try:
-            work = dist.broadcast(data, 0, group=self._group, async_op=True)
-            assert work is not None  # this rank is in the group
+            # None would mean that this rank is not in the group.
+            work = cast("dist.Work", dist.broadcast(data, 0, group=self._group, async_op=True))
             work.wait(_SEND if self.rank == 0 else _IDLE)
         except RuntimeError as error:
             lost = "another rank" if self.rank == 0 else "rank 0"

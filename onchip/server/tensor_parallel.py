@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 from types import FrameType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -162,8 +162,7 @@ class LeaderProcess(ServerProcess):
         timer.start()
 
     def _fail_all(self) -> None:
-        assert isinstance(self.server, Server)
-        self.server.service.fail_all(lost_rank_error())
+        cast(Server, self.server).service.fail_all(lost_rank_error())
         self.drain_s = 0.0
         self._stop()
 

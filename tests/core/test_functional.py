@@ -149,12 +149,18 @@ class TestMemory:
 
 
 def test_host_cost_of_a_call():
-    """A limit in CPU time, with a margin for a busy machine. `onchip bench cpu` measures it."""
+    """A limit in CPU time; on a busy or slow machine, relative to a call of torch's at the same
+    time. `onchip bench cpu` measures it.
+    """
     q, k, v = make_qkv(1, 16, num_heads=8)
+    heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+    plain = lambda: torch.nn.functional.scaled_dot_product_attention(*heads_first)
     torch.set_num_threads(1)
     with torch.no_grad():
-        best = min(_cpu_seconds(lambda: onchip.attention(q, k, v), 300) for _ in range(7))
-    assert best < 250e-6
+        ours = lambda: _cpu_seconds(lambda: onchip.attention(q, k, v), 300)
+        pairs = [(ours(), _cpu_seconds(plain, 300)) for _ in range(7)]
+    fastest, ratio = min(s for s, _ in pairs), min(s / other for s, other in pairs)
+    assert fastest < 250e-6 or ratio < 4, (fastest, ratio)
 
 
 def _cpu_seconds(fn, repeats):

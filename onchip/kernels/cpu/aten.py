@@ -5,6 +5,7 @@ The kernel is fast, but has these limits. Each is handled here and tested in
 tests/kernels/cpu/test_aten.py:
 
 - A row that sees no key, or only scores of -inf, returns lse = 0.
+- A row with a score of +inf returns NaN, but lse = +inf with some instruction sets: NaN here.
 - seqlen 0 crashes the process.
 - is_causal is top-left aligned, and its -inf is multiplied by the scale: scales are made positive.
 - Masks must be float.
@@ -124,12 +125,12 @@ def _forward_head_slice(
 def _call_forward(
     problem: Problem, qkv: Sequence[Tensor], is_causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, with -inf for rows that have only scores of -inf."""
+    """out and lse. A row with only scores of -inf has lse = -inf, one with +inf has NaN."""
     (q, k, v), scale = qkv, _positive_scale(problem)
     out, lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
     if not bool(lse.all()):
         lse = _mark_empty_rows(lse, q, k, scale, is_causal, mask)
-    return out, lse
+    return out, lse.masked_fill(lse == torch.inf, torch.nan)
 
 
 def _mark_empty_rows(
