@@ -29,10 +29,11 @@ A model inside another, such as the image encoder of a language model, has its o
 `attn_implementation={{"text_config": "onchip"}}` uses onchip for the supported part.
 
 The numbers count transformers' own tests of attention, with onchip instead of SDPA and flash_attn
-([method](integrations.md#transformers-own-tests)), on a CPU without bf16: {passed:,} passed,
-{refused:,} raised a documented refusal, {failed_with_sdpa:,} fail with SDPA in the place of onchip
-too (tight bounds, tests of another version), {failed:,} failed, over {families} families. `-`: not
-run. The tests are those of 5.22.2; what it does not ship is from commit d56c55bf (5.16.0.dev0).
+([method](integrations.md#transformers-own-tests)), on CPUs with and without bf16: {passed:,}
+passed, {refused:,} raised a documented refusal, {failed_with_sdpa:,} fail with SDPA in the place of
+onchip too (tight bounds, tests of another version), {failed:,} failed, over {families} families.
+`-`: not run, or failures were not compared with SDPA yet. The tests are those of 5.22.2; what it
+does not ship is from commit d56c55bf (5.16.0.dev0).
 
 """
 MEANINGS = {
