@@ -17,7 +17,7 @@ so that drafts are right as often as is asked for. --quick: tiny shapes, also wi
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.serving import LLAMA3, TINY, copy_bytes_per_s
+from benchmarks.serving import LLAMA3, TINY, copy_bytes_per_s, least, select
 from benchmarks.step import QWEN3
 from benchmarks.workload import Roofline
 from onchip.cli.bench import gpu
@@ -76,32 +76,23 @@ class Sizes:
 QUICK = Sizes(24, 32, 96, 8, 4, 448, 112, 4, 256)
 
 
-def _rows(bench: str, **columns: Any) -> Callable[[Row], bool]:
-    selected = {"bench": bench, **columns}
-    return lambda row: selected.items() <= row.items()
-
-
-def _least(column: str) -> Callable[[list[Row]], float]:
-    return lambda rows: min(row[column] for row in rows)
-
-
 THRESHOLDS = (
-    Threshold("a step of 1, ms", _rows("latency", mask="qwen3-0.6b", batch=1), at_most=1.0),
-    Threshold("a step of 8, ms", _rows("latency", mask="qwen3-0.6b", batch=8), at_most=1.1),
+    Threshold("a step of 1, ms", select("latency", mask="qwen3-0.6b", batch=1), at_most=1.0),
+    Threshold("a step of 8, ms", select("latency", mask="qwen3-0.6b", batch=8), at_most=1.1),
     Threshold(
         "a step of 1, Llama-3-8B, of the time of its bytes",
-        _rows("latency", mask="llama-3-8b"),
+        select("latency", mask="llama-3-8b"),
         at_least=0.8,
-        measure=_least("roofline_share"),
+        measure=least("roofline_share"),
     ),
-    Threshold("first token, ms", _rows("first token"), at_most=8.0),
-    Threshold("a draft model", _rows("speculation", kernel="draft"), at_least=2.2),
-    Threshold("ngram", _rows("speculation", kernel="ngram"), at_least=3.0),
-    Threshold("drafts in a large batch", _rows("large batch"), at_least=0.97),
-    Threshold("structured texts", _rows("structure"), at_least=0.93),
-    Threshold("first token with a schema, ms more", _rows("structured first token"), at_most=20.0),
-    Threshold("a long request, of the link", _rows("long"), at_least=0.8),
-    Threshold("others beside a long request", _rows("beside"), at_least=0.9),
+    Threshold("first token, ms", select("first token"), at_most=8.0),
+    Threshold("a draft model", select("speculation", kernel="draft"), at_least=2.2),
+    Threshold("ngram", select("speculation", kernel="ngram"), at_least=3.0),
+    Threshold("drafts in a large batch", select("large batch"), at_least=0.97),
+    Threshold("structured texts", select("structure"), at_least=0.93),
+    Threshold("first token with a schema, ms more", select("structured first token"), at_most=20.0),
+    Threshold("a long request, of the link", select("long"), at_least=0.8),
+    Threshold("others beside a long request", select("beside"), at_least=0.9),
 )
 
 
@@ -186,16 +177,7 @@ class Setting:
 
 def run(session: Session) -> None:
     """On a GPU; the quick sizes on the CPU where there is none."""
-    if torch.cuda.is_available():
-        gpu.run(session, lambda: steps(session))
-    elif session.quick:
-        torch.set_num_threads(session.threads)
-        session.run(steps(session))
-    else:
-        raise ValueError(
-            "decoding at full size needs a CUDA GPU, and torch finds none here; --quick runs on"
-            " the CPU"
-        )
+    gpu.run_or_quick(session, lambda: steps(session))
 
 
 def steps(session: Session) -> Iterator[gpu.Step]:

@@ -74,12 +74,13 @@ POLICIES = ("contiguous", "static", "paged")
 PEER_REQUESTS, PEER_TOKENS = 128, 256  # a part of the workload that peers do in seconds
 
 
-def _of(bench: str, mask: str, kernel: str) -> Callable[[Row], bool]:
-    selected = {"bench": bench, "mask": mask, "kernel": kernel}
+def select(bench: str, **columns: Any) -> Callable[[Row], bool]:
+    """Rows of a benchmark with these columns."""
+    selected = {"bench": bench, **columns}
     return lambda row: selected.items() <= row.items()
 
 
-def _least(column: str) -> Callable[[list[Row]], float]:
+def least(column: str) -> Callable[[list[Row]], float]:
     return lambda rows: min(row[column] for row in rows)
 
 
@@ -87,22 +88,26 @@ def _most(column: str) -> Callable[[list[Row]], float]:
     return lambda rows: max(row[column] for row in rows)
 
 
-_WHOLE = _of("throughput", "qwen3-0.6b", "onchip")
+_WHOLE = select("throughput", mask="qwen3-0.6b", kernel="onchip")
 THRESHOLDS = (
-    Threshold("Qwen3-0.6B", _WHOLE, at_least=22_000, measure=_least("value"), unit="tokens/s"),
-    Threshold("Qwen3-0.6B, ready to serve", _of("ready", "qwen3-0.6b", "onchip"), at_most=20),
+    Threshold("Qwen3-0.6B", _WHOLE, at_least=22_000, measure=least("value"), unit="tokens/s"),
+    Threshold(
+        "Qwen3-0.6B, ready to serve",
+        select("ready", mask="qwen3-0.6b", kernel="onchip"),
+        at_most=20,
+    ),
     Threshold(
         "lost with 40 % of the pages",
-        _of("capped", "qwen3-0.6b", "auto"),
+        select("capped", mask="qwen3-0.6b", kernel="auto"),
         at_most=35,
         measure=_most("lost"),
         unit="%",
     ),
     Threshold(
         "64 samples of a prompt of 16,384 tokens",
-        _of("samples", "qwen3-0.6b", "cascade"),
+        select("samples", mask="qwen3-0.6b", kernel="cascade"),
         at_least=3,
-        measure=_least("ratio"),
+        measure=least("ratio"),
         unit="x",
         optional=True,  # results before 2026-11-18 have no such row
     ),
@@ -198,18 +203,11 @@ class Setting:
 
 def run(session: Session) -> None:
     """On a GPU; the quick sizes on the CPU where there is none, and HTTP always there."""
-    on_gpu = torch.cuda.is_available()
     asks_cpu = bool(session.only) and set(session.only) <= set(HTTP)
-    if on_gpu and not asks_cpu:
-        gpu.run(session, lambda: steps(session))
-    elif session.quick or asks_cpu:
-        torch.set_num_threads(session.threads)
-        session.run(steps(session))
+    if asks_cpu:
+        gpu.run_on_cpu(session, steps(session))
     else:
-        raise ValueError(
-            "serving at full size needs a CUDA GPU, and torch finds none here; --quick and"
-            " --only http crowd run on the CPU"
-        )
+        gpu.run_or_quick(session, lambda: steps(session), "--quick and --only http crowd run")
 
 
 def steps(session: Session) -> Iterator[gpu.Step]:

@@ -181,9 +181,8 @@ class StepGraphs:
         # thread_local: allocations of other threads do not break the capture.
         how = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
         with _capture_lock, torch.cuda.device(self._cache.device):
-            self._forward(
-                batch, shared
-            )  # compile kernels and compute frequencies before the capture
+            # Compile kernels and compute frequencies before the capture.
+            self._forward(batch, shared)
             with torch.cuda.graph(graph, **how):
                 hidden = self._forward(batch, shared)
         return RecordedGraph(graph, batch, hidden)

@@ -365,6 +365,9 @@ class Conversation(StrictModel):
         }
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ChatRequest(SamplingFields, Conversation):
     """POST /v1/chat/completions: text and tool calls."""
 
@@ -385,9 +388,7 @@ class ChatRequest(SamplingFields, Conversation):
     function_call: Annotated[
         Literal["none"] | None, Field(description='"none", or leave it out')
     ] = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
+    reasoning_effort: Effort | None = None
     verbosity: Annotated[
         Literal["medium"] | None, Field(description='"medium", or leave it out')
     ] = None

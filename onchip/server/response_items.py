@@ -19,6 +19,7 @@ from .protocol import (
     CallFields,
     ChatMessage,
     ChatRequest,
+    Effort,
     FunctionCall,
     FunctionDefinition,
     Label,
@@ -34,7 +35,6 @@ from .structured_fields import JsonObjectFormat, JsonSchema, JsonSchemaFormat, T
 
 Name = Annotated[str, Field(max_length=256)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ItemPart(StrictModel):

@@ -81,6 +81,25 @@ def run(session: Session, steps: Callable[[], Iterable[Step]]) -> None:
         session.run((title, partial(_guarded, session, step)) for title, step in steps())
 
 
+def run_or_quick(
+    session: Session, steps: Callable[[], Iterable[Step]], on_cpu: str = "--quick runs"
+) -> None:
+    """`run`; without a GPU, the quick sizes on the CPU. on_cpu: what else runs there."""
+    if torch.cuda.is_available():
+        run(session, steps)
+    elif session.quick:
+        run_on_cpu(session, steps())
+    else:
+        raise ValueError(
+            f"full sizes need a CUDA GPU, and torch finds none here; {on_cpu} on the CPU"
+        )
+
+
+def run_on_cpu(session: Session, steps: Iterable[Step]) -> None:
+    torch.set_num_threads(session.threads)
+    session.run(steps)
+
+
 def _guarded(session: Session, step: Callable[[], list[Row]]) -> list[Row]:
     try:
         rows = step()
