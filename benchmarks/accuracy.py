@@ -6,7 +6,8 @@ family of inputs. "accumulator": the same for FP8 products that are added in few
 the output of a model over an 8-bit key/value cache. "backward": errors of dq, dk and dv; "delta":
 the same on inputs where the roundings of out add up. "precision" and "sums": the sums of a ring of
 ranks, as `python -m benchmarks ring` measures them. "exp2": polynomials in place of the exponential
-unit.
+unit. "fp4" and "fp4 sink": errors of out with operands of 4 bits, emulated; only on request
+(`--only fp4`), because they have a file of their own.
 
 `value` is the RMSE against fp64 of the tensors that the kernel received. Columns beyond the
 schema's: `family`; `kind` (onchip, peer, emulated, floor); `on` (cpu, cuda); `tensor`; the fields
@@ -43,6 +44,7 @@ from benchmarks.accuracy_kernels import (
     Unserved,
     cast_kernels,
     emulated,
+    fp4_kernels,
     kernels,
     low_precision_kernels,
 )
@@ -52,8 +54,9 @@ from onchip.quant import recipes
 from onchip.quant.accumulator import Accumulator
 from onchip.testing import Oracle, max_error, oracle, rmse
 
-THRESHOLDS = accuracy_thresholds.THRESHOLDS
-PARTS = ("forward", "sink", "long", "accumulator", "cache", "backward", "delta", "ring", "exp2")
+THRESHOLDS = (*accuracy_thresholds.THRESHOLDS, *accuracy_thresholds.FP4_THRESHOLDS)
+DEFAULT = ("forward", "sink", "long", "accumulator", "cache", "backward", "delta", "ring", "exp2")
+PARTS = (*DEFAULT, "fp4")
 PUBLISHED, FORWARD = Shape(4, 2048, 2048, 128), Shape(4, 512, 2048, 128)
 SINK, BACKWARD = Shape(2, 256, 2048, 128), Shape(2, 1024, 1024, 64)
 ACCUMULATED, QUICK = Shape(1, 64, 4096, 128), Shape(2, 192, 256, 64)
@@ -75,7 +78,7 @@ def run(session: Session) -> None:
     if session.only:
         session.where |= {"flags": f"--only {' '.join(session.only)}"}
     start = time.perf_counter()
-    parts = session.only or PARTS
+    parts = session.only or DEFAULT
     steps = [step for part in PARTS if part in parts for step in STEPS[part](session)]
     session.run([*steps, ("seconds", lambda: elapsed_row(start))])
 
@@ -276,6 +279,22 @@ def exp2_row(name: str, exp2: exponentials.Exp2, quick: bool) -> Row:
     return case.row(name, found.pop("max_relative"), "max relative error", **found)
 
 
+def fp4_steps(session: Session) -> Iterator[Step]:
+    """Every family in the size of "forward", outliers too; sinks as in "sink"."""
+    for family in (*FAMILIES.values(), ONE_SIGN):
+        cell = AccuracyCell("fp4", family, QUICK if session.quick else FORWARD, HALF)
+        yield f"4 bits, {family.name}", partial(fp4_rows, session, cell)
+    for gap in GAPS[::3] if session.quick else GAPS:
+        family = InputFamily(f"sink, gap {gap}", partial(sink, gap=gap))
+        cell = AccuracyCell("fp4 sink", family, QUICK if session.quick else SINK, HALF)
+        yield f"4 bits, {family.name}", partial(fp4_rows, session, cell, gap=gap)
+
+
+def fp4_rows(session: Session, cell: AccuracyCell, **columns: object) -> list[Row]:
+    cell = replace(cell)
+    return [row | columns for row in served(session, cell.rows, fp4_kernels())]
+
+
 def elapsed_row(start: float) -> Row:
     return Case("elapsed", "none", None, 0, 0).row("accuracy", time.perf_counter() - start, "s")
 
@@ -290,4 +309,5 @@ STEPS: dict[str, Callable[[Session], Iterator[Step]]] = {
     "delta": delta_steps,
     "ring": ring_steps,
     "exp2": exp2_steps,
+    "fp4": fp4_steps,
 }

@@ -1,6 +1,6 @@
 """The implementations of `python -m benchmarks accuracy`: each kernel of onchip that serves the
-case, unfused attention, the rounding model, torch's SDPA by backend, FlashAttention-3; in 8 bits
-the recipes of onchip/quant, ours and published ones, emulated.
+case, unfused attention, the rounding model, torch's SDPA by backend, FlashAttention-3; in 8 and 4
+bits the recipes of onchip/quant, ours and published ones, emulated.
 """
 
 import warnings
@@ -18,16 +18,18 @@ import onchip.lab  # registers the kernels of the papers
 from benchmarks.accuracy_cases import AccuracyInputs
 from onchip.cli.bench import peers
 from onchip.core.dispatch import backend_names
-from onchip.core.problem import UnsupportedError
-from onchip.quant import formats, recipes
+from onchip.core.problem import EIGHT_BIT_PRECISIONS, FOUR_BIT_PRECISIONS, UnsupportedError
+from onchip.quant import emulation, formats, recipes
+from onchip.quant.microscaling import BlockFormat
 from onchip.quant.recipes import RECIPES, Recipe
 from onchip.quant.schemes import Scheme, quantise
 from onchip.testing import rounding_model, unfused
 
 GPU_ALONE = ("hopper", "triton")  # other kernels have CPU rows
 SLOW = ("paper_v1", "paper_v2", "paper_v4")  # loops in Python that count every byte
-FP8 = torch.float8_e4m3fn
-OURS = ("fp8", "int8", "int8_pv16")  # what `precision` may be
+FP8, FP4 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
+OURS = EIGHT_BIT_PRECISIONS
+OURS_FP4 = FOUR_BIT_PRECISIONS
 LABELS = {  # of recipes
     "fp8": "onchip fp8",
     "int8": "onchip int8",
@@ -37,6 +39,16 @@ LABELS = {  # of recipes
     "fa3_fp8": "FA3 FP8",
     "sage1": "SageAttention 1",
     "sage2": "SageAttention 2",
+}
+FP4_LABELS = {  # of recipes in 4 bits
+    "nvfp4": "onchip nvfp4",
+    "nvfp4_pv8": "onchip nvfp4_pv8",
+    "mxfp4": "onchip mxfp4",
+    "nvfp4_random": "NVFP4 at random",
+    "nvfp4_plain": "NVFP4 plain",
+    "mxfp4_plain": "MXFP4 plain",
+    "mxfp4_ceil": "MXFP4 ceil",
+    "sage3": "SageAttention 3",
 }
 CAST, FA3_FP8 = "P alone, x 256", "FA3 FP8, GPU"
 Answer = Tensor | tuple[Tensor, Tensor | None]
@@ -155,11 +167,19 @@ def emulated(name: str, recipe: Recipe) -> Kernel:
     """A recipe's executable reference; out is rounded to the type of q, as a kernel stores it."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = recipes.attend(recipe, q, k, v)
+        out, lse = emulation.attend(recipe, q, k, v)
         return out.to(q.dtype), lse
 
-    integers = recipe.q is not None and recipe.q.format == formats.INT8
-    return Kernel(name, "emulated", attend, dtype=torch.int8 if integers else FP8)
+    return Kernel(name, "emulated", attend, dtype=_operands(recipe))
+
+
+def _operands(recipe: Recipe) -> torch.dtype:
+    """The dtype of the first quantised operand."""
+    first = next(x for x in (recipe.q, recipe.k, recipe.v, recipe.p) if x is not None)
+    if isinstance(first, BlockFormat):
+        return FP4
+    fmt = first.format if isinstance(first, Scheme) else first
+    return torch.int8 if fmt == formats.INT8 else FP8
 
 
 def cast_kernels() -> Iterator[Kernel]:
@@ -173,6 +193,19 @@ def cast_kernels() -> Iterator[Kernel]:
     yield emulated("P alone, x 1, first key first", replace(weights, p_scale=1.0, backwards=False))
     yield emulated("V alone", replace(nothing, v=fp8.v))
     yield emulated("Q and K alone", replace(nothing, q=fp8.q, k=fp8.k, rotate=fp8.rotate))
+
+
+def fp4_kernels() -> Iterator[Kernel]:
+    """Recipes in 4 bits by their reference, after onchip's in 8 bits; one operand in NVFP4 and
+    nothing else.
+    """
+    yield emulated(LABELS["fp8"], RECIPES["fp8"])
+    for name, label in FP4_LABELS.items():
+        yield emulated(label, RECIPES[name])
+    fp4, nothing = recipes.NVFP4, Recipe("nothing", None, None, pv_dtype=torch.float32)
+    yield emulated("P alone", replace(nothing, p=fp4.p, p_scale=fp4.p_scale))
+    yield emulated("V alone", replace(nothing, v=fp4.v))
+    yield emulated("Q and K alone", replace(nothing, q=fp4.q, k=fp4.k, rotate=fp4.rotate))
 
 
 def fa3_fp8(function: Callable) -> Callable[..., Tensor]:

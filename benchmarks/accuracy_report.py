@@ -1,21 +1,21 @@
 """What `python -m benchmarks accuracy` prints, draws and puts into the documents."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import delta_accuracy
 from benchmarks.accuracy_kernels import CAST, LABELS, OURS
-from benchmarks.accuracy_thresholds import THRESHOLDS, select
+from benchmarks.accuracy_thresholds import FP4_THRESHOLDS, THRESHOLDS, select
 from benchmarks.memory_report import GREY, Sheet, Sheets, grid, print_sheets
 from benchmarks.ring_report import precision_sheet, sums_sheet
-from onchip.cli.bench.harness import SHORT, Row, check_thresholds
+from onchip.cli.bench.harness import SHORT, Row, Threshold, check_thresholds
 
 FAMILIES = list(delta_accuracy.FAMILIES)
-TYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8")
+TYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "float4_e2m1fn_x2")
 COLOURS = ("#238c43", "#d9691f", "#2f81f7", "#a855c7", "#c0392b")
 number = lambda x: "" if x is None else "0" if x == 0 else f"{x:.1e}"
-percent = lambda x: f"{100 * x:.2g}"
+percent = lambda x: f"{100 * x:.2g}" if x < 0.995 else f"{100 * x:.0f}"
 
 
 def _of(rows: list[Row], bench: str, **columns: object) -> list[Row]:
@@ -66,11 +66,15 @@ def family_sheet(family: str) -> Callable[[list[Row]], Sheet]:
 ULPS = ("ulp_median", "ulp_99")
 
 
-def sink_sheet(rows: list[Row]) -> Sheet:
-    """Kernels down, gaps across: relative RMSE in per cent."""
-    chosen = _of(rows, "sink")
-    columns, body = grid(chosen, _who, lambda r: str(r["gap"]), lambda r: percent(r["relative"]))
-    return ["type", "kernel", *columns], _merged(body)
+def relative_sheet(bench: str, column: str) -> Callable[[list[Row]], Sheet]:
+    """Kernels down, gaps or families across: relative RMSE in per cent."""
+
+    def sheet(rows: list[Row]) -> Sheet:
+        across, cell = lambda r: str(r[column]), lambda r: percent(r["relative"])
+        columns, body = grid(_of(rows, bench), _who, across, cell)
+        return ["type", "kernel", *columns], _merged(body)
+
+    return sheet
 
 
 def long_sheet(rows: list[Row]) -> Sheet:
@@ -132,21 +136,25 @@ def exp2_sheet(rows: list[Row]) -> Sheet:
     return [*heads, "2^-inf"], body
 
 
-def thresholds_sheet(rows: list[Row]) -> Sheet:
+def thresholds_sheet(thresholds: Sequence[Threshold]) -> Callable[[list[Row]], Sheet]:
     """What was promised, and what was found."""
-    body = []
-    for v in check_thresholds(rows, THRESHOLDS):
-        found = "no row" if v.measured is None else f"{v.measured:.3g} {v.unit}"
-        required = f"at most {v.threshold.at_most:.3g} {v.unit}"
-        verdict = "met" if v.ok else "missed"
-        body.append([v.threshold.name, found.strip(), required.strip(), verdict])
-    return ["threshold", "measured", "required", ""], body
+
+    def sheet(rows: list[Row]) -> Sheet:
+        body = []
+        for v in check_thresholds(rows, thresholds):
+            found = "no row" if v.measured is None else f"{v.measured:.3g} {v.unit}"
+            required = f"at most {v.threshold.at_most:.3g} {v.unit}"
+            verdict = "met" if v.ok else "missed"
+            body.append([v.threshold.name, found.strip(), required.strip(), verdict])
+        return ["threshold", "measured", "required", ""], body
+
+    return sheet
 
 
 SHEETS: Sheets = {
     "forward": forward_sheet,
     "outliers": family_sheet("outliers"),
-    "sink": sink_sheet,
+    "sink": relative_sheet("sink", "gap"),
     "long": long_sheet,
     "accumulator": accumulator_sheet,
     "cache": cache_sheet,
@@ -155,7 +163,10 @@ SHEETS: Sheets = {
     "precision": precision_sheet,
     "sums": sums_sheet,
     "exp2": exp2_sheet,
-    "thresholds": thresholds_sheet,
+    "thresholds": thresholds_sheet(THRESHOLDS),
+    "fp4": relative_sheet("fp4", "family"),
+    "fp4_sink": relative_sheet("fp4 sink", "gap"),
+    "fp4_thresholds": thresholds_sheet(FP4_THRESHOLDS),
 }
 TITLES = {
     "forward": "RMSE of out against fp64 of the same inputs",
@@ -169,6 +180,8 @@ TITLES = {
     "precision": "A ring in bf16, 4,096 tokens, 2 heads of 64: RMSE against fp64",
     "sums": "dk in bf16 as a sum over ranks: relative RMSE against fp64",
     "exp2": "2^x: relative error, share of results that round to another number, and 2^-inf",
+    "fp4": "Operands of 4 bits, emulated: relative RMSE in per cent",
+    "fp4_sink": "The same with one key so far above the others",
 }
 
 

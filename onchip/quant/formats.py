@@ -39,18 +39,25 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def cast(x: Tensor, fmt: NumberFormat, generator: torch.Generator | None = None) -> Tensor:
+def cast(
+    x: Tensor,
+    fmt: NumberFormat,
+    generator: torch.Generator | None = None,
+    dice: Tensor | None = None,
+) -> Tensor:
     """x on the grid of fmt, as fp32. Numbers out of range, infinities too, become +-max (like
     cvt.satfinite on a GPU, where torch's casts give NaN or infinity); NaN stays NaN.
 
-    Rounds to nearest, ties to even. With a generator it rounds at random, up with the probability
-    that makes the mean exact: numbers on the grid stay. A CPU generator gives the same numbers on
-    every device.
+    Rounds to nearest, ties to even. With a generator, or with dice in [0, 1) for each element
+    (quant/rounding.py), it rounds at random, up with the probability that makes the mean exact:
+    numbers on the grid stay. A CPU generator gives the same numbers on every device.
     """
     x = wide(x).clamp(-fmt.max, fmt.max)
     step = _step(x, fmt)
     n = x / step  # exact: step is a power of two
-    n = n.round() if generator is None else _round_at_random(n, generator)
+    if generator is not None:
+        dice = torch.rand(n.shape, generator=generator, device=generator.device).to(n.device)
+    n = n.round() if dice is None else _round_at_random(n, dice)
     return (n * step).float()
 
 
@@ -68,7 +75,7 @@ def _step(x: Tensor, fmt: NumberFormat) -> Tensor:
     return steps[(exponent - fmt.min_exponent).clamp(0, len(steps) - 1)]
 
 
-def _round_at_random(n: Tensor, generator: torch.Generator) -> Tensor:
+def _round_at_random(n: Tensor, dice: Tensor) -> Tensor:
+    """n or its neighbours among the integers; -0 and what becomes 0 from below keep their sign."""
     floor = n.floor()
-    dice = torch.rand(n.shape, generator=generator, device=generator.device).to(n.device)
-    return floor + (dice < n - floor)
+    return (floor + (dice < n - floor)).copysign(n)

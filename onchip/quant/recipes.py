@@ -1,79 +1,76 @@
-"""Attention with quantised operands: recipes, and their executable reference, by which kernels are
-judged.
-
-`attend` visits tiles in the order of the Hopper kernel, keys from last to first, so that p is cast
-relative to the same running maximum. Operands are multiplied by their scales first, which changes a
-sum only by fp32's rounding. Sums are in fp32, or in the tensor cores' short accumulator if the
-recipe says so.
+"""Recipes: how attention is computed with operands of 8 or 4 bits. `emulation.attend` executes
+them, and kernels are judged by it.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import inf
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from onchip.core.problem import Options, Problem, Tensors, Window
-from onchip.core.state import State, finalize, fold_tiles
-from onchip.core.validation import check_offsets_tensor, check_tensor, describe
-from onchip.core.values import check_values
-from onchip.masks.visibility import Visibility
-from onchip.quant import formats
-from onchip.quant.accumulator import Accumulator, add_product
-from onchip.quant.formats import E4M3, NumberFormat, cast, wide
-from onchip.quant.rotation import rotate
-from onchip.quant.schemes import Quantised, Scheme, quantise
-from onchip.quant.smoothing import lse_shift, smooth_keys
+from onchip.quant import formats, microscaling
+from onchip.quant.accumulator import Accumulator
+from onchip.quant.formats import E4M3, NumberFormat
+from onchip.quant.microscaling import BlockFormat
+from onchip.quant.schemes import Scheme
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How the operands of both products are quantised.
 
-    q, k, v: their schemes; None leaves q and k unchanged, and rounds v to pv_dtype.
+    q, k, v: their schemes, or microscaling formats, with blocks along head_dim for q and k and
+    along the keys for v and p; None leaves q and k unchanged, and rounds v to pv_dtype.
     p: the format of the weights, exp(score - running maximum) * p_scale; None: pv_dtype, unscaled.
+    p_scale None: each row of a tile has its own, which makes its largest weight p.max.
     rotate: multiply q and k by a signed Hadamard matrix of `seed`.
     smooth: subtract from the keys the mean of their sequence, and correct lse.
+    smooth_q: subtract from the queries the mean of their tile, and add its products to the scores.
+    rounding_seed: operands in microscaling formats are rounded at random; None: to nearest.
     tile_m queries loop over tiles of tile_n keys, from the last to the first if `backwards`.
     accumulator: how products of two FP8 operands are added; None: in fp32.
     """
 
     name: str
-    q: Scheme | None
-    k: Scheme | None
-    v: Scheme | None = None
-    p: NumberFormat | None = None
-    p_scale: float = 256.0
+    q: Scheme | BlockFormat | None
+    k: Scheme | BlockFormat | None
+    v: Scheme | BlockFormat | None = None
+    p: NumberFormat | BlockFormat | None = None
+    p_scale: float | None = 256.0
     pv_dtype: torch.dtype = torch.bfloat16
     rotate: bool = False
     smooth: bool = False
+    smooth_q: bool = False
     seed: int = 0
+    rounding_seed: int | None = None
     tile_m: int = 128
     tile_n: int = 128
     backwards: bool = True
     accumulator: Accumulator | None = None
 
     def __post_init__(self) -> None:
-        if self.p is not None and not 0 < self.p_scale <= self.p.max:
-            raise ValueError(
-                f"p_scale={self.p_scale} must be in (0, {self.p.max}], otherwise p = 1 saturates"
-            )
+        scale, p = self.p_scale, self.p
+        if p is not None and scale is not None and not 0 < scale <= p.max:
+            raise ValueError(f"p_scale={scale} must be in (0, {p.max}], otherwise p = 1 saturates")
         if self.tile_m < 1 or self.tile_n < 1:
             raise ValueError(f"tile_m={self.tile_m} and tile_n={self.tile_n} must be positive")
+        if isinstance(self.p, BlockFormat) and self.tile_n % self.p.block:
+            raise ValueError(
+                f"tile_n={self.tile_n} must be a multiple of {self.p.block}, p's block"
+            )
+        if not isinstance(self.p, BlockFormat) and self.p is not None and self.p_scale is None:
+            raise ValueError("p_scale=None, a scale for each row, is for microscaling formats")
+        if self.rounding_seed is not None:
+            self._check_rounding_seed(self.rounding_seed)
 
+    def _check_rounding_seed(self, seed: int) -> None:
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"rounding_seed={seed} must be in [0, 2^32)")
+        if not any(isinstance(x, BlockFormat) for x in (self.q, self.k, self.v, self.p)):
+            raise ValueError("rounding_seed needs an operand in a microscaling format")
 
-class RecipeOperands(NamedTuple):
-    """q, k, v as a recipe quantises them, and the keys' mean if it was subtracted. An operand that
-    is not quantised is a plain tensor in fp32 (fp64 for fp64).
-    """
-
-    q: Quantised | Tensor
-    k: Quantised | Tensor
-    v: Quantised | Tensor
-    mean: Tensor | None
+    @property
+    def weight_scale(self) -> float:
+        """The factor of all weights before they are cast."""
+        return 1.0 if self.p is None or self.p_scale is None else self.p_scale
 
 
 _BLOCK = Scheme(E4M3, "block", 128)
@@ -116,164 +113,47 @@ SAGE2 = Recipe(
     smooth=True,
     backwards=False,
 )
-RECIPES = {r.name: r for r in (FP8, INT8, INT8_PV16, FP8_TENSOR, FA3_PAPER, FA3_FP8, SAGE1, SAGE2)}
 
+# precision="nvfp4" and "mxfp4": all four operands in E2M1, for devices with FP4 tensor cores. Each
+# operand adds 9 % of noise in NVFP4 and 12 % in MXFP4. p * 2688 gives a row's largest weight the
+# largest scale of E4M3, 448, so that a block of weights of 2^-17 of it still has its own scale. In
+# MXFP4 factors of two change nothing; 3/4 takes the weights nearest to 1 out of the upper quarter
+# of a power of two, which saturates. "nvfp4_pv8" has p and v in e4m3: a sink's small value is lost
+# among those of its neighbours in a block of v.
+_BLOCKS = replace(microscaling.NVFP4, name="nvfp4_blocks", has_tensor_scale=False)
+NVFP4 = Recipe(
+    "nvfp4",
+    microscaling.NVFP4,
+    microscaling.NVFP4,
+    microscaling.NVFP4,
+    _BLOCKS,
+    p_scale=_BLOCKS.max,
+    rotate=True,
+    smooth=True,
+)
+NVFP4_PV8 = replace(NVFP4, name="nvfp4_pv8", v=_BLOCK, p=E4M3, p_scale=256.0)
+MXFP4 = replace(
+    NVFP4,
+    name="mxfp4",
+    **dict.fromkeys("qkvp", microscaling.MXFP4),
+    p_scale=0.75,
+)
 
-def prepare(
-    recipe: Recipe,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-) -> RecipeOperands:
-    """The operands that the kernel of a recipe reads: smoothed, then rotated, then quantised."""
-    q, k, v, mean = wide(q), wide(k), wide(v), None
-    if recipe.smooth:
-        k, mean = smooth_keys(k, cu_seqlens_k)
-    if recipe.rotate:
-        q, k = rotate(q, recipe.seed), rotate(k, recipe.seed)
-    v = v.to(recipe.pv_dtype).to(v.dtype) if recipe.v is None else v
-    return RecipeOperands(
-        q if recipe.q is None else quantise(q, recipe.q, cu_seqlens_q),
-        k if recipe.k is None else quantise(k, recipe.k, cu_seqlens_k),
-        v if recipe.v is None else quantise(v, recipe.v, cu_seqlens_k),
-        mean,
-    )
-
-
-@torch.no_grad()
-def attend(
-    recipe: Recipe,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window_size: Window = (None, None),
-    softmax_scale: float | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of attention as the recipe computes it; layouts, options and alignment are those
-    of `onchip.attention`, packed with both cu_seqlens those of `onchip.varlen_attention`.
-
-    out is laid out like q, lse (batch, heads, seqlen_q) or packed (heads, total); both unrounded in
-    fp32 (fp64 for fp64). A row that sees no key gives out = 0, lse = -inf. No gradients.
-    """
-    x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    options = Options(softmax_scale=softmax_scale, causal=causal, window_size=window_size)
-    problem = _describe(x, options)
-    operands = prepare(recipe, q, k, v, cu_seqlens_q, cu_seqlens_k)
-    out = wide(q).new_zeros(*q.shape[:-1], v.shape[-1])
-    lse = out.new_full(out.shape[:-1], -inf).transpose(-1, -2).contiguous()
-    whole = [_batched(_plain(t).to(out.dtype)) for t in operands[:3]]
-    for rows, keys in _cuts(x):
-        parts = [t[:, at] for t, at in zip(whole, (rows, keys, keys), strict=True)]
-        results = _batched(out)[:, rows], (lse if lse.dim() == 3 else lse[None])[..., rows]
-        _attend_sequence(recipe, problem, parts, results)
-    if operands.mean is not None:
-        lse += lse_shift(q, operands.mean, problem.softmax_scale, cu_seqlens_q)
-    return out, lse
-
-
-def _describe(x: Tensors, options: Options) -> Problem:
-    """The problem, validated like that of any call; packed lengths are read from the tensors."""
-    if x.cu_seqlens_q is None and x.cu_seqlens_k is None:
-        return describe(x, options)
-    check_tensor("q", x.q)
-    check_offsets_tensor("cu_seqlens_q", x.cu_seqlens_q, x.q)
-    check_offsets_tensor("cu_seqlens_k", x.cu_seqlens_k, x.q)
-    longest = [max(cu.diff().tolist(), default=0) for cu in (x.cu_seqlens_q, x.cu_seqlens_k)]
-    problem = describe(x, options, (max(0, longest[0]), max(0, longest[1])))
-    check_values(problem, x)
-    return problem
-
-
-def _plain(x: Quantised | Tensor) -> Tensor:
-    return x.dequantise() if isinstance(x, Quantised) else x
-
-
-def _batched(x: Tensor) -> Tensor:
-    """Packed tokens as a batch of one."""
-    return x if x.dim() == 4 else x[None]
-
-
-def _cuts(x: Tensors) -> Iterator[tuple[slice, slice]]:
-    """Rows and keys of each packed sequence, or of a dense batch as a whole."""
-    if x.cu_seqlens_q is None:
-        yield slice(None), slice(None)
-        return
-    bounds = pairwise(x.cu_seqlens_q.tolist()), pairwise(x.cu_seqlens_k.tolist())
-    for rows, keys in zip(*bounds, strict=True):
-        yield slice(*rows), slice(*keys)
-
-
-def _attend_sequence(
-    recipe: Recipe, problem: Problem, parts: list[Tensor], results: tuple[Tensor, Tensor]
-) -> None:
-    """Fill out (b, seqlen_q, heads, dim) and lse (b, heads, seqlen_q) of one sequence or dense
-    batch.
-    """
-    q, k, v = parts
-    visibility = Visibility(q.shape[1], k.shape[1], problem.causal, problem.window_size)
-    q = q.unflatten(2, (k.shape[2], problem.group_size)).permute(0, 2, 3, 1, 4)
-    k, v = (t.transpose(1, 2).unsqueeze(2) for t in (k, v))  # (b, kv_heads, 1, seqlen_k, dim)
-    for q0 in range(0, visibility.seqlen_q, recipe.tile_m):
-        q1 = min(q0 + recipe.tile_m, visibility.seqlen_q)
-        q_tile = q[..., q0:q1, :] * problem.softmax_scale
-        out, lse = finalize(_fold_row_tile(recipe, visibility, q_tile, k, v, q0))
-        results[0][:, q0:q1] = out.flatten(1, 2).transpose(1, 2)
-        results[1][..., q0:q1] = lse.flatten(1, 2)
-
-
-def _fold_row_tile(
-    recipe: Recipe, visibility: Visibility, q: Tensor, k: Tensor, v: Tensor, q0: int
-) -> State:
-    """The state of one tile of queries, scaled by softmax_scale, over all keys that it sees. l sums
-    p before the cast, as the kernel does in registers.
-    """
-    q1 = q0 + q.shape[-2]
-
-    def score(tile: tuple[int, int]) -> Tensor:
-        s = _scores(recipe, q, k[..., slice(*tile), :])
-        visible = visibility.tile(q0, q1, *tile, q.device)
-        return s if visible is None else s.masked_fill(~visible, -inf)
-
-    def add_values(acc: Tensor, p: Tensor, tile: tuple[int, int]) -> Tensor:
-        return _add_values(recipe, acc, p, v[..., slice(*tile), :])
-
-    tiles = _key_tiles(recipe, visibility, q0, q1)
-    state, _ = fold_tiles(q, v.shape[-1], tiles, score, add_values)
-    return state if recipe.p is None else state._replace(acc=state.acc / recipe.p_scale)
-
-
-def _key_tiles(
-    recipe: Recipe, visibility: Visibility, q0: int, q1: int
-) -> Iterator[tuple[int, int]]:
-    """Tiles, aligned to the first key, with at least one key that some query of [q0, q1) sees."""
-    step = recipe.tile_n
-    for lo, hi in visibility.spans(q0, q1):
-        starts = range(lo // step * step, hi, step)
-        for k0 in reversed(starts) if recipe.backwards else starts:
-            yield k0, min(k0 + step, visibility.seqlen_k)
-
-
-def _scores(recipe: Recipe, q: Tensor, k: Tensor) -> Tensor:
-    are_quantised = recipe.q is not None and recipe.k is not None
-    short = are_quantised and _is_fp8(recipe.q.format) and _is_fp8(recipe.k.format)
-    zero = q.new_zeros(*q.shape[:-1], k.shape[-2])
-    return add_product(zero, q, k.mT, recipe.accumulator if short else None)
-
-
-def _add_values(recipe: Recipe, acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
-    """acc + p v, with p as the second product reads it: times p_scale if it is cast."""
-    if recipe.p is None:
-        return acc + p.to(recipe.pv_dtype).to(p.dtype) @ v
-    p = cast(p * recipe.p_scale, recipe.p).to(p.dtype)
-    short = recipe.v is not None and _is_fp8(recipe.v.format) and _is_fp8(recipe.p)
-    return add_product(acc, p, v, recipe.accumulator if short else None)
-
-
-def _is_fp8(fmt: NumberFormat) -> bool:
-    return fmt.dtype.is_floating_point and fmt.dtype.itemsize == 1
+# Others, for comparison: rounded at random; the formats as they are, without rotation and
+# smoothing; scales of MXFP4 rounded up; SAGE3, arXiv 2505.11594, whose weights have a scale for
+# each row of a tile, and which has no tensor scales and does not rotate.
+NVFP4_RANDOM = replace(NVFP4, name="nvfp4_random", rounding_seed=0)
+NVFP4_PLAIN = replace(NVFP4, name="nvfp4_plain", rotate=False, smooth=False)
+MXFP4_PLAIN = replace(MXFP4, name="mxfp4_plain", p_scale=1.0, rotate=False, smooth=False)
+MXFP4_CEIL = replace(MXFP4, name="mxfp4_ceil", **dict.fromkeys("qkvp", microscaling.MXFP4_CEIL))
+SAGE3 = Recipe(
+    "sage3",
+    **dict.fromkeys("qkvp", _BLOCKS),
+    p_scale=None,
+    smooth=True,
+    smooth_q=True,
+    backwards=False,
+)
+EIGHT_BITS = (FP8, INT8, INT8_PV16, FP8_TENSOR, FA3_PAPER, FA3_FP8, SAGE1, SAGE2)
+FOUR_BITS = (NVFP4, NVFP4_PV8, MXFP4, NVFP4_RANDOM, NVFP4_PLAIN, MXFP4_PLAIN, MXFP4_CEIL, SAGE3)
+RECIPES = {r.name: r for r in (*EIGHT_BITS, *FOUR_BITS)}

@@ -50,7 +50,7 @@ class Quantised(NamedTuple):
         """The scale of each element, fp32, broadcastable to values: (..., seqlen, heads, 1|dim)."""
         if self.scheme.per == "tensor":
             return self.scales.expand([1] * self.values.dim())
-        ids, count = _groups(self.values, self.scheme, self.cu_seqlens)
+        ids, count = _group_tokens(self.values, self.scheme, self.cu_seqlens)
         heads, dim = self.values.shape[-2:]
         scales = self.scales.reshape(count, heads, dim if self.scheme.per == "channel" else 1)
         return scales[ids].unflatten(0, self.values.shape[:-2])
@@ -73,7 +73,7 @@ def quantise(
     rounded at random: see `cast`.
     """
     check_layout("x", x, cu_seqlens)
-    amax = _amax(wide(x).abs(), scheme, cu_seqlens)
+    amax = find_amax(wide(x).abs(), scheme, cu_seqlens)
     # Divide by a tensor: on a GPU torch would multiply by a number's reciprocal, and scales differ.
     scales = (amax / amax.new_tensor(scheme.format.max)).float()
     scales = scales.clamp(min=torch.finfo(torch.float32).tiny)  # zeros: no division by 0
@@ -101,26 +101,34 @@ def _bounds(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, Tensor]:
     return batch * seqlen, torch.arange(batch + 1, device=x.device) * seqlen
 
 
-def _groups(x: Tensor, scheme: Scheme, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
+def group_blocks(x: Tensor, block: int, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
+    """The index of each token's block of `block` tokens, and the number of blocks; each sequence
+    begins a new one.
+    """
+    _, bounds = _bounds(x, cu_seqlens)
+    sequence, position = sequences(x, cu_seqlens)
+    blocks = (bounds.diff() + block - 1) // block
+    ends = blocks.cumsum(0)
+    return (ends - blocks)[sequence] + position // block, int(blocks.sum())
+
+
+def _group_tokens(x: Tensor, scheme: Scheme, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
     """The index of each token's scale, and the number of scales, for one head."""
+    if scheme.per == "block":
+        return group_blocks(x, scheme.block, cu_seqlens)
     tokens, bounds = _bounds(x, cu_seqlens)
     if scheme.per == "token":
         return torch.arange(tokens, device=x.device), tokens
-    sequence, position = sequences(x, cu_seqlens)
-    if scheme.per != "block":
-        return sequence, len(bounds) - 1
-    blocks = (bounds.diff() + scheme.block - 1) // scheme.block
-    ends = blocks.cumsum(0)
-    return (ends - blocks)[sequence] + position // scheme.block, int(blocks.sum())
+    return sequences(x, cu_seqlens)[0], len(bounds) - 1
 
 
-def _amax(x: Tensor, scheme: Scheme, cu_seqlens: Tensor | None) -> Tensor:
+def find_amax(x: Tensor, scheme: Scheme, cu_seqlens: Tensor | None) -> Tensor:
     """The largest magnitude per scale, in the shape of the scales; NaN if one of them is."""
     if scheme.per == "tensor":
         return x.amax() if x.numel() else x.new_zeros(())
     if scheme.per != "channel":
         x = x.amax(-1, keepdim=True)
-    ids, count = _groups(x, scheme, cu_seqlens)
+    ids, count = _group_tokens(x, scheme, cu_seqlens)
     rows = x.reshape(-1, *x.shape[-2:])
     amax = rows.new_zeros(count, *rows.shape[1:])
     amax.scatter_reduce_(0, ids[:, None, None].expand_as(rows), rows, "amax")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onchip.quant.formats import wide
-from onchip.quant.schemes import check_layout, sequences
+from onchip.quant.schemes import check_layout, group_blocks, sequences
 
 
 def smooth_keys(k: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -28,6 +28,22 @@ def smooth_keys(k: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Te
     mean = total.index_add_(0, sequence, rows.double()) / lengths[:, None, None]
     mean = mean.to(k.dtype)
     return (rows - mean[sequence]).reshape(k.shape), mean
+
+
+def smooth_queries(q: Tensor, tile: int, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(q - mean, mean), both shaped like q, in fp32 (fp64 for fp64). The mean of a token is that of
+    its tile: of `tile` queries of one head, counted from the start of the sequence. Scores need the
+    product mean.k in addition, once per tile and key (SageAttention2, arXiv 2411.10958).
+    """
+    check_layout("q", q, cu_seqlens)
+    q = wide(q)
+    ids, count = group_blocks(q, tile, cu_seqlens)
+    lengths = torch.bincount(ids, minlength=count)
+    rows = q.reshape(-1, *q.shape[-2:])
+    total = rows.new_zeros(count, *rows.shape[1:], dtype=torch.float64)
+    mean = total.index_add_(0, ids, rows.double()) / lengths[:, None, None]
+    mean = mean.to(q.dtype)[ids].reshape(q.shape)
+    return q - mean, mean
 
 
 def lse_shift(

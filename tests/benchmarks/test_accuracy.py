@@ -38,12 +38,21 @@ from benchmarks.accuracy_cases import (
     ulp_errors,
     ulps,
 )
-from benchmarks.accuracy_kernels import LABELS, Kernel, Unserved, kernels, low_precision_kernels
+from benchmarks.accuracy_kernels import (
+    FP4_LABELS,
+    LABELS,
+    Kernel,
+    Unserved,
+    fp4_kernels,
+    kernels,
+    low_precision_kernels,
+)
 from onchip.cli.bench.harness import Session, check_thresholds
-from onchip.quant.recipes import RECIPES
+from onchip.quant.recipes import EIGHT_BITS, FOUR_BITS
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "benchmarks" / "results" / "cpu-accuracy.json"
+COMMITTED_FP4 = COMMITTED.with_name("cpu-fp4-accuracy.json")
 SMALL = Shape(2, 37, 111, 48)
 BF16, FP16 = torch.bfloat16, torch.float16
 INF = math.inf
@@ -62,8 +71,20 @@ def quick():
 
 
 @pytest.fixture(scope="module")
+def quick_fp4():
+    session = Session(quick=True, threads=torch.get_num_threads(), only=("fp4",))
+    accuracy.run(session)
+    return session
+
+
+@pytest.fixture(scope="module")
 def committed():
     return json.loads(COMMITTED.read_text(encoding="utf-8"))["rows"]
+
+
+@pytest.fixture(scope="module")
+def committed_fp4():
+    return json.loads(COMMITTED_FP4.read_text(encoding="utf-8"))["rows"]
 
 
 class TestFamilies:
@@ -231,10 +252,21 @@ class TestKernels:
         assert "FA3, GPU" not in [k.name for k in kernels(torch.float32)]
 
     def test_every_recipe_is_there(self):
-        assert set(LABELS) == set(RECIPES)
+        assert set(LABELS) == {recipe.name for recipe in EIGHT_BITS}
+        assert set(FP4_LABELS) == {recipe.name for recipe in FOUR_BITS}
         assert [k.name for k in low_precision_kernels() if k.kind == "emulated"] == list(
             LABELS.values()
         )
+        names = [kernel.name for kernel in fp4_kernels()]
+        assert names == [
+            *(LABELS["fp8"], *FP4_LABELS.values(), "P alone", "V alone", "Q and K alone")
+        ]
+
+    def test_a_recipe_has_the_dtype_of_its_first_operand(self):
+        fp8, *fp4 = (kernel.dtype for kernel in fp4_kernels())
+        assert fp8 == torch.float8_e4m3fn and set(fp4) == {torch.float4_e2m1fn_x2}
+        dtypes = {kernel.name: kernel.dtype for kernel in low_precision_kernels()}
+        assert dtypes["onchip int8"] == torch.int8 and dtypes["FA3 FP8"] == torch.float8_e4m3fn
 
     def test_a_refusal_is_no_row(self):
         def refuse(q, k, v):
@@ -282,7 +314,13 @@ class TestRows:
         assert benches == parts | {"sums", "elapsed"}
         assert not quick.refused
         types = {row["dtype"] for row in quick.rows if row["bench"] == "forward"}
-        assert types == set(accuracy_report.TYPES)
+        assert types == set(accuracy_report.TYPES) - {"float4_e2m1fn_x2"}
+
+    def test_4_bits_on_request(self, quick_fp4):
+        assert {row["bench"] for row in quick_fp4.rows} == {"fp4", "fp4 sink", "elapsed"}
+        assert quick_fp4.where["flags"] == "--only fp4" and not quick_fp4.refused
+        families = {row["family"] for row in quick_fp4.rows if row["bench"] == "fp4"}
+        assert families == {*FAMILIES, "V of one sign"}
 
     def test_rows_are_measured(self, quick):
         """One of them, computed again by other means."""
@@ -293,9 +331,9 @@ class TestRows:
         assert row["value"] == pytest.approx(float((out.double() - exact).square().mean().sqrt()))
         assert row["peers"]["unfused"] == row["value"] and row["drawn_rmse"] > row["value"] / 2
 
-    def test_tables_have_a_line_for_every_kernel(self, quick):
+    def test_tables_have_a_line_for_every_kernel(self, quick, quick_fp4):
         for name, sheet in accuracy_report.SHEETS.items():
-            heads, body = sheet(quick.rows)
+            heads, body = sheet(quick.rows + quick_fp4.rows)
             assert all(len(line) == len(heads) for line in body), name
             assert not any("|" in cell for line in body for cell in line), name  # Markdown's
             assert body or name == "precision"
@@ -383,6 +421,20 @@ class TestCommitted:
 
     def test_every_kernel_type_and_family_of_now_is_there(self, committed, quick):
         """If this fails because one was added, run `python -m benchmarks accuracy` again."""
-        key = lambda r: tuple(r.get(c) for c in ("bench", "family", "dtype", "kernel", "tensor"))
-        known = {key(row) for row in committed}
-        assert {key(row) for row in quick.rows} <= known
+        assert self.cells(quick.rows) <= self.cells(committed)
+
+    def test_every_recipe_in_4_bits_is_there(self, committed_fp4, quick_fp4):
+        """If this fails, run `python -m benchmarks accuracy --only fp4` again."""
+        assert self.cells(quick_fp4.rows) <= self.cells(committed_fp4)
+
+    def test_thresholds_of_4_bits(self, committed_fp4):
+        thresholds = accuracy_thresholds.FP4_THRESHOLDS
+        verdicts = check_thresholds(committed_fp4, thresholds)
+        assert len(verdicts) == len(thresholds) and all(v.ok for v in verdicts)
+        worse = [row | {"relative": 1.1 * row["relative"]} for row in committed_fp4
+                 if row["bench"] == "fp4" and row["kernel"] == "onchip nvfp4"]  # fmt: skip
+        assert not check_thresholds(worse, thresholds[:1])[0].ok
+
+    def cells(self, rows):
+        columns = ("bench", "family", "dtype", "kernel", "tensor")
+        return {tuple(row.get(column) for column in columns) for row in rows}

@@ -130,6 +130,17 @@ def test_random_rounding_is_reproducible(fmt):
     assert not torch.equal(draw(11), draw(12))
 
 
+@ALL
+def test_dice_decide_which_neighbour(fmt):
+    """Up iff the dice are below the share of the step; -0 stays."""
+    low, high = grid(fmt)[-2:].tolist()
+    x = torch.full((4,), low + 0.25 * (high - low))
+    dice = torch.tensor([0.0, 0.2499, 0.25, 0.9999], dtype=torch.float64)
+    assert cast(x, fmt, dice=dice).tolist() == [high, high, low, low]
+    assert cast(-x, fmt, dice=1 - dice).tolist() == [-high, -high, -high, -low]
+    assert cast(torch.tensor([-0.0]), fmt, dice=torch.zeros(1)).signbit().all()
+
+
 @pytest.mark.gpu
 @ALL
 def test_the_same_numbers_on_a_gpu(fmt):

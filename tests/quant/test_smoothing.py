@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onchip.quant.smoothing import lse_shift, smooth_keys
+from onchip.quant.smoothing import lse_shift, smooth_keys, smooth_queries
 from onchip.testing import make_packed, make_qkv, max_error, oracle
 
 LENGTHS = [63, 0, 111, 1]
@@ -59,3 +59,21 @@ def test_16_bits_are_widened():
     smooth, mean = smooth_keys(k)
     assert smooth.dtype == mean.dtype == torch.float32
     assert torch.allclose(smooth + mean[:, None], k.float(), atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[300], [100, 0, 129, 1]], ids=["one", "four"])
+def test_queries_lose_the_mean_of_their_tile(lengths):
+    """Tiles begin with the sequence; the last one may be shorter."""
+    packed = make_packed(lengths, num_heads=3, head_dim=16)
+    rest, mean = smooth_queries(packed.q, 64, packed.cu_seqlens_q)
+    assert rest.shape == mean.shape == packed.q.shape
+    want = [
+        tile.double().mean(0, keepdim=True).expand_as(tile)
+        for part in packed.q.split(lengths)
+        for tile in part.split(64)
+    ]
+    torch.testing.assert_close(mean.double(), torch.cat(want), atol=1e-6, rtol=0)
+    assert torch.equal(rest, packed.q - mean)
+    dense, dense_mean = smooth_queries(packed.q[: lengths[0]][None], 64)
+    assert torch.equal(dense[0], rest[: lengths[0]])
+    assert torch.equal(dense_mean[0], mean[: lengths[0]])

@@ -1,7 +1,7 @@
 """Standard attention, unfused: the whole score matrix in memory. This is the executable
 specification, and the slowest kernel. It reads every key, so a NaN in an EMPTY block of a mask
 reaches the result. With precision="fp8" and the other low precisions it runs the reference of the
-recipe (quant/recipes.py).
+recipe (quant/emulation.py).
 """
 
 import torch
@@ -20,10 +20,10 @@ from onchip.core.backend import (
     row_delta,
 )
 from onchip.core.device import DeviceInfo
-from onchip.core.problem import LOW_PRECISIONS, Problem, Tensors
+from onchip.core.problem import DIFFERENTIABLE, LEARNED, LOW_PRECISIONS, Problem, Tensors
 from onchip.kernels.cpu.head_slice import HeadSlice, head_slices
 from onchip.kernels.cpu.scores import Scorer, TileBounds, grouped_matmul
-from onchip.quant import recipes
+from onchip.quant import emulation, recipes
 
 # Every option but those of pages, which are gathered first.
 OPTIONS = {
@@ -46,7 +46,8 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 def _supports_recipe(problem: Problem, device: DeviceInfo) -> str | None:
     if device.type != "cpu":
         return f"executes the recipe of precision={problem.precision!r} only on the CPU"
-    reason = lacks(problem, RECIPE_OPTIONS)
+    gathered = problem._replace(page_size=0, page_dtype=None)  # pages are gathered first
+    reason = lacks(gathered, RECIPE_OPTIONS)
     return None if reason is None else f"in precision={problem.precision!r} {reason}"
 
 
@@ -66,7 +67,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
 
 
 def _forward_recipe(problem: Problem, x: Tensors) -> Result:
-    out, lse = recipes.attend(
+    out, lse = emulation.attend(
         recipes.RECIPES[problem.precision],
         x.q,
         x.k,
@@ -88,7 +89,7 @@ def backward(
     their lse is w * (o . dout - delta).
     """
     wide, delta = accumulator_dtype(problem.dtype), row_delta(out, dout, dlse)
-    names = [n for n in ("q", "k", "v", "bias", "sinks") if getattr(x, n) is not None]
+    names = [n for n in DIFFERENTIABLE if getattr(x, n) is not None]
     leaves = {n: getattr(x, n).detach().to(wide).requires_grad_() for n in names}
     with torch.enable_grad():
         y = x._replace(**leaves)
@@ -104,7 +105,7 @@ def backward(
         grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
     g = dict(zip(names, grads, strict=True))
     dq, dk, dv = (g[n].to(grad_dtype(problem)) for n in ("q", "k", "v"))
-    return Grads(dq, dk, dv, g.get("bias"), g.get("sinks"))
+    return Grads(dq, dk, dv, *(g.get(n) for n in LEARNED))
 
 
 def probabilities(problem: Problem, x: Tensors, lse: Tensor, rows: list[int]) -> Tensor:

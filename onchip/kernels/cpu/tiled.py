@@ -107,7 +107,7 @@ def backward(
     safe_lse = lse.masked_fill(lse == -torch.inf, 0.0)  # such rows have s = -inf throughout: p = 0
     for head_slice in head_slices(problem, x):
         scorer = Scorer(problem, x, head_slice)
-        _backward_head_slice(scorer, safe_lse, delta, dout, (dq, dk, dv, dbias))
+        _backward_head_slice(scorer, safe_lse, delta, dout, Grads(dq, dk, dv, dbias))
     dsinks = None if x.sinks is None else sink_gradient(x.sinks, lse, delta)
     dq, dk, dv = (t.to(grad_dtype(problem)) for t in (dq, dk, dv))
     return Grads(dq, dk, dv, dbias, dsinks)
@@ -118,15 +118,15 @@ def _backward_head_slice(
     lse: Tensor,
     delta: Tensor,
     dout: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    grads: Grads,
 ) -> None:
     """Recompute p tile by tile and add the gradients of this head slice, in place."""
     problem, head_slice = scorer.problem, scorer.head_slice
     q, k, v = _operands(problem, scorer.x, head_slice)
     dout = head_slice.take_queries(dout).transpose(1, 2).to(q.dtype)
     lse, delta = head_slice.take_rows(lse)[..., None], head_slice.take_rows(delta)[..., None]
-    dq = head_slice.take_queries(grads[0]).transpose(1, 2)
-    dk, dv = (head_slice.take_keys(t).transpose(1, 2) for t in grads[1:3])
+    dq = head_slice.take_queries(grads.dq).transpose(1, 2)
+    dk, dv = (head_slice.take_keys(t).transpose(1, 2) for t in (grads.dk, grads.dv))
     for q0, q1 in _row_tiles(head_slice, q):
         rows = slice(q0, q1)
         for at in _tile_bounds(head_slice, q[:, :, rows], q0):
@@ -137,8 +137,8 @@ def _backward_head_slice(
             dropped = scorer.apply_dropout(p, at)
             dv[:, :, keys] += sum_over_groups(dropped, dout[:, :, rows], k.shape[1])
             ds = p * (scorer.apply_dropout(dp, at) - delta[:, :, rows])
-            if grads[3] is not None:
-                scorer.add_bias_gradient(grads[3], ds, at)
+            if grads.dbias is not None:
+                scorer.add_bias_gradient(grads.dbias, ds, at)
             ds = ds if softcap_grad is None else ds * softcap_grad
             ds = ds * problem.softmax_scale
             dq[:, :, rows] += grouped_matmul(ds, k[:, :, keys])

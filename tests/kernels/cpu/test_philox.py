@@ -3,34 +3,7 @@
 import pytest
 import torch
 
-from onchip.kernels.cpu.philox import Corner, draw, keep
-
-VECTORS = [  # Random123's known answers for philox4x32-10: counter, key, u32s
-    (
-        "00000000 00000000 00000000 00000000",
-        "00000000 00000000",
-        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
-    ),
-    (
-        "ffffffff ffffffff ffffffff ffffffff",
-        "ffffffff ffffffff",
-        "408f276d 41c83b0e a20bc7c6 6d5451fd",
-    ),
-    (
-        "243f6a88 85a308d3 13198a2e 03707344",
-        "a4093822 299f31d0",
-        "d16cfe09 94fdcceb 5001e420 24126ea1",
-    ),
-]
-
-
-@pytest.mark.parametrize("counter, key, u32s", VECTORS)
-def test_known_answers(counter, key, u32s):
-    ints = lambda text: [int(w, 16) for w in text.split()]
-    low, high = ints(key)
-    seed = (high << 32 | low) - (1 << 64 if high >> 31 else 0)
-    got = draw(torch.tensor(seed), *(torch.tensor(c) for c in ints(counter)))
-    assert [int(w) for w in got] == ints(u32s)
+from onchip.kernels.cpu.philox import Corner, keep
 
 
 @pytest.mark.parametrize("corner", [Corner(0, 0, 0, 0), Corner(1, 2, 3, 5), Corner(0, 1, 7, 2)])

@@ -23,6 +23,7 @@ from benchmarks.cross_compile import (  # noqa: E402
     attend,
     compile_launch,
     disassemble,
+    read_resources,
 )
 
 if triton.knobs.runtime.interpret:
@@ -183,6 +184,79 @@ def test_pointwise_kernels_move_sixteen_bytes_at_a_time(launches, arch):
         ptx, sass = compiled.asm["ptx"], disassemble(compiled)
         assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx, launch.name
         assert not re.search(r"\b(STL|LDL)\b", sass), launch.name
+
+
+PRODUCTS = {  # weight rows, columns; with a norm; with a gate
+    "qkv": (4096, 1024, True, False),
+    "out": (1024, 2048, False, False),
+    "up": (6144, 1024, True, True),
+    "down": (1024, 3072, False, False),
+    "qkv 8B": (6144, 4096, True, False),
+    "up 8B": (28_672, 4096, True, True),
+    "down 8B": (4096, 14_336, False, False),
+}
+
+
+def _products(arch, rows, dtype=BF16, names=tuple(PRODUCTS)):
+    """The products of a layer of Qwen3-0.6B and of an 8B model in shape, if a norm of so many rows
+    is computed by its product.
+    """
+    from onchip.kernels.llm import products
+
+    with as_if_on(arch):
+        for num_columns, width, has_norm, is_gated in (PRODUCTS[name] for name in names):
+            x, weight = torch.zeros(rows, width, dtype=dtype), torch.zeros(1, dtype=dtype)
+            weight, norm = weight.expand(num_columns, width), torch.zeros(width, dtype=dtype)
+            if has_norm and products.fuses_norm(x):
+                gate = "silu" if is_gated else None
+                products.norm_product(x, x, norm, (1e-6, 0.0), weight, None, gate)
+            elif not has_norm:
+                products.product(x, weight)
+
+
+PRODUCT_VARIANTS = [
+    ("sm_90", 1, BF16, ("qkv", "up", "down 8B")),
+    ("sm_90", 8, BF16, ("qkv", "down")),
+    *[("sm_90", rows, BF16, tuple(PRODUCTS)) for rows in (1, 4, 8, 16)],
+    ("sm_90", 1, FP32, ("qkv", "out", "up")),
+    ("sm_80", 1, BF16, ("qkv", "out", "up")),
+    ("sm_80", 16, FP16, ("qkv", "out", "up")),
+    ("sm_100", 8, BF16, ("qkv", "out", "up")),
+    ("gfx942", 8, BF16, ("qkv", "out", "up")),
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "rows", "dtype", "names"),
+    [
+        pytest.param(*variant, marks=() if i < 2 else pytest.mark.slow)
+        for i, variant in enumerate(PRODUCT_VARIANTS)
+    ],
+)
+def test_products_request_weights_before_they_wait(launches, arch, rows, dtype, names):
+    """No spills. On Hopper, before the wait for the previous kernel: the first tile of the weight,
+    16 bytes at a time, and the norm weight, but not x, of which other launches compute the values.
+    """
+    _products(arch, rows, dtype, names)
+    assert launches
+    for launch in launches:
+        compiled = compile_launch(launch, arch)
+        resources = read_resources(compiled)
+        assert resources.spills == 0 and resources.registers * resources.threads <= 65_536
+        assert resources.shared_bytes <= SHARED_BYTES[arch]
+        if arch != "sm_90":
+            continue
+        values = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
+        bytes_per_load = 16 * resources.threads  # of all threads
+        tile_bytes = values["TILE_N"] * values["TILE_K"] * dtype.itemsize
+        least = tile_bytes * min(values["WIDTH"], values["TILE_K"]) // values["TILE_K"]
+        first, rest = disassemble(compiled).split("ACQBULK")
+        loads = re.findall(r"\bLDG\.[\w.]+", first)
+        assert sum("128" in load for load in loads) >= least // bytes_per_load, loads
+        has_norm = values["norm_ptr"] is not None
+        assert len(loads) <= tile_bytes // bytes_per_load + has_norm, loads
+        assert not re.search(r"\b(STG|RED|ATOMG|PREEXIT)\b", first)
+        assert "PREEXIT" in rest and "LDG" in rest and "STG" in rest
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])

@@ -5,12 +5,14 @@ on the CPU, and on a GPU where there is one.
 import pytest
 import torch
 
+from onchip.core import paged
 from onchip.core.problem import Options, Tensors
 from onchip.core.validation import describe
-from onchip.quant import lse_shift, prepare, rotate, smooth_keys
+from onchip.quant import kv8, lse_shift, prepare, rotate, smooth_keys
 from onchip.quant.recipes import RECIPES
-from onchip.testing import make_qkv
+from onchip.testing import make_pages, make_qkv
 from tests.interpreted import DEVICE, interpreted_or_gpu
+from tests.kv8 import FORMS, quantise_pages
 
 pytest.importorskip("triton")
 from onchip.kernels.triton import quantise  # noqa: E402
@@ -121,6 +123,52 @@ def test_operands_equal_the_recipe(case, precision):
         assert torch.equal(dequantised, want.v.dequantise())
     exact = lse_shift(q, want.mean, problem.softmax_scale, cu_q)
     torch.testing.assert_close(shift * LN2, exact, rtol=1e-5, atol=1e-4)
+
+
+def _in_pages(x, page_size, form=None):
+    """The tensors of a paged call with the keys of packed sequences, and the numbers that its pages
+    hold.
+    """
+    names = ("k", "v", "page_table", "cache_seqlens")
+    held, keys = dict(zip(names, make_pages(x.k, x.v, x.cu_seqlens_k, page_size), strict=True)), x
+    if form is not None:
+        (k, v), scales = quantise_pages(held["k"], held["v"], form)
+        held |= {"k": k, "v": v, **scales}
+        exact = (kv8.dequantise(*kv8.quantise(t, form), torch.float32) for t in (x.k, x.v))
+        keys = x._replace(**dict(zip("kv", exact, strict=True)))
+    q = x.q[:3].expand(len(LENGTHS), -1, -1, -1)
+    return Tensors(q, **held), keys
+
+
+def _of_sequence(blocks, b):
+    """The blocks of one of len(LENGTHS) sequences in pages."""
+    own = (t.reshape(len(LENGTHS), -1)[b] for t in (blocks.values, blocks.scales))
+    return quantise.QuantisedBlocks(*own, blocks.count)
+
+
+@interpreted_or_gpu
+@pytest.mark.parametrize(
+    ("precision", "page_size", "form"),
+    [("fp8", 16, None), ("int8", 4, None), *(("fp8", 16, form) for form in FORMS)],
+    ids=str,
+)
+def test_keys_in_pages_equal_the_recipe(precision, page_size, form):
+    """Slots without keys hold NaN, and the page table has entries of -1 behind its pages."""
+    x, keys = _in_pages(_packed()[0], page_size, form)
+    problem = paged.describe(x, Options(precision=precision))
+    got = quantise.prepare_keys(problem, x, quantise.get_rotation(64, x.q.dtype, x.q.device))
+    bounds = keys.cu_seqlens_k.tolist()
+    for b, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        k, v = keys.k[None, start:stop], keys.v[None, start:stop]
+        want = prepare(RECIPES[precision], k, k, v)
+        if start == stop:
+            continue
+        mean = rotate(want.mean)[0]
+        torch.testing.assert_close(got.mean.view(-1, 2, 64)[b], mean, rtol=1e-5, atol=1e-5)
+        _assert_same(*_whole(_of_sequence(got.k, b), k, None), want.k, "k")
+        dequantised, codes = _whole(_of_sequence(got.v, b), v, None, transposed=True)
+        assert torch.equal(codes, want.v.values.float())
+        assert torch.equal(dequantised, want.v.dequantise())
 
 
 @interpreted_or_gpu
