@@ -23,14 +23,15 @@ from torch import Tensor
 from onchip.core.problem import Problem
 from onchip.cost.hardware import Hardware
 from onchip.kernels.tiles import (
+    HOPPER_SPLIT_ALL,
     HopperConfig,
     HopperSplitConfig,
     hopper_backward_config,
+    hopper_backward_widths,
     hopper_forward_of,
     hopper_forward_widths,
     hopper_split_config,
     hopper_splits_dq,
-    hopper_width,
 )
 
 HBM, TENSOR, EXP, SHARED, LAUNCH = "HBM", "tensor cores", "exp unit", "shared memory", "launch"
@@ -237,18 +238,19 @@ def _backward(problem: Problem, hardware: Hardware, density: float) -> list[Phas
     """The kernels of kernels/hopper/launch_backward.py: lse and delta first, then all gradients at
     once with dq summed in fp32, or each gradient in its own kernel.
     """
-    width = hopper_width(max(problem.head_dim, problem.head_dim_v))
+    widths = hopper_backward_widths(problem)
+    width = max(widths)
     rows = problem.batch * problem.seqlen_q * problem.num_heads
     itemsize, apart = problem.dtype.itemsize, hopper_splits_dq(problem)
     summed = 0 if apart else 4 * rows * width
     read = 2 * rows * problem.head_dim_v * itemsize
     phases = [_streaming("prepare", read + summed, hardware)]
-    if width < 256:
+    if width < HOPPER_SPLIT_ALL:
         phases.append(_gradients(problem, width, hardware, density, not apart))
     else:
-        phases += [_gradient(problem, width, name, hardware, density) for name in ("dk", "dv")]
+        phases += [_gradient(problem, widths, name, hardware, density) for name in ("dk", "dv")]
     if apart:
-        return [*phases, _gradient(problem, width, "dq", hardware, density)]
+        return [*phases, _gradient(problem, widths, "dq", hardware, density)]
     written = rows * problem.head_dim * itemsize
     return [*phases, _streaming("finish", summed + written, hardware)]
 
@@ -292,14 +294,17 @@ def query_gradient_step(width: int, hardware: Hardware, dtype: torch.dtype) -> T
     return TileStep(product, 0.0, moved / hardware.shared_rate)
 
 
-def _gradient(problem: Problem, width: int, name: str, hardware: Hardware, density: float) -> Phase:
-    """dq, dk or dv in its own kernel."""
-    config, keys = hopper_split_config(width), name != "dq"
+def _gradient(
+    problem: Problem, widths: tuple[int, int], name: str, hardware: Hardware, density: float
+) -> Phase:
+    """dq, dk or dv in its own kernel. widths: of q and k, and of v and dout."""
+    config, keys = hopper_split_config(max(widths)), name != "dq"
     counts = density * steps(problem, GRADIENT_ROWS, config.tile, keys=keys)
-    own = 2 if name == "dv" else 3  # matrices of own rows that are loaded or stored
-    moved = own * GRADIENT_ROWS * width * problem.dtype.itemsize
+    # Own rows that are loaded or stored: of k and dv, or of both operands and dq or dk.
+    own = sum(widths) if name == "dv" else 2 * widths[0] + widths[1]
+    moved = own * GRADIENT_ROWS * problem.dtype.itemsize
     pipeline = PipelineModel(
-        gradient_step(config, width, name == "dv", hardware, problem.dtype),
+        gradient_step(config, widths, name == "dv", hardware, problem.dtype),
         2,
         counts * (problem.group_size if keys else 1),
         problem.batch * (problem.num_kv_heads if keys else problem.num_heads),
@@ -310,14 +315,21 @@ def _gradient(problem: Problem, width: int, name: str, hardware: Hardware, densi
 
 
 def gradient_step(
-    config: HopperSplitConfig, width: int, values: bool, hardware: Hardware, dtype: torch.dtype
+    config: HopperSplitConfig,
+    widths: tuple[int, int],
+    values: bool,
+    hardware: Hardware,
+    dtype: torch.dtype,
 ) -> TileStep:
-    """64 own rows and a tile of the others: scores, their gradient (not for dv), the product."""
+    """64 own rows and a tile of the others: scores, their gradient (not for dv), the product.
+    Through shared memory: half of both streamed tiles.
+    """
     pairs = 64 * config.tile
+    columns = sum(widths) if values else 2 * widths[0] + widths[1]
     return TileStep(
-        (2 if values else 3) * 2 * pairs * width / hardware.flops_clock(dtype),
+        2 * pairs * columns / hardware.flops_clock(dtype),
         pairs / hardware.exps + (VALUE_OPS if values else BACKWARD_OPS) * pairs / hardware.lanes,
-        config.tile * width * dtype.itemsize / hardware.shared_rate,
+        config.tile * sum(widths) / 2 * dtype.itemsize / hardware.shared_rate,
     )
 
 

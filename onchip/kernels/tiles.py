@@ -5,7 +5,7 @@ literal tile size.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from math import inf, isqrt
+from math import ceil, inf, isqrt
 from typing import Any, NamedTuple
 
 from onchip.core.call_cache import clear_call_cache
@@ -230,6 +230,83 @@ TRITON_MERGE = _T(0, 32, 4, 1)  # splits at a time: one after the other, each wo
 TRITON_NORM = _T(0, 8, 16, 1)  # elements of a thread: 16 bytes of each tensor; at most 16 warps
 TRITON_PLACE = _T(4, 0, 1, 1)  # heads of a token: 16 elements of a thread at head_dim 128
 TRITON_GATE = _T(0, 1024, 4, 1)  # elements of a row: 16 bytes of gate and of up to a thread
+
+
+# Products of few rows (llm/products.py), by the rows of a program; from the bytes in flight and
+# ptxas reports (2026-11-18, Triton 3.6), not timed. columns: weight rows of a program, largest
+# first. flight_bytes: of weights that a processor requests before its programs wait for their
+# predecessor; 4.8 TB/s take 40 kB in each of 132. row_elements: of x in a tile, with a norm, which
+# holds them in fp32, and without. 16 rows with tiles of 64 kB spill (Triton 3.9).
+class ProductRow(NamedTuple):
+    columns: tuple[int, ...]
+    flight_bytes: int
+    row_elements: tuple[int, int]
+
+
+_P = ProductRow((32, 16, 8), 65_536, (8192, 32_768))
+TRITON_PRODUCT = {1: _P, 2: _P, 4: _P, 8: _P, 16: _P._replace(flight_bytes=32_768)}
+PRODUCT_MOST_ROWS = max(TRITON_PRODUCT)
+# 64 kB of LDS, of which a tile takes twice its size; larger ones also spill (gfx942, Triton 3.6).
+AMD_PRODUCT = ProductRow((32, 16), 16_384, (2048, 8192))
+# Elements of x (rows x width) up to which a product computes the norm of its input: every program
+# reads x and the residual, twice if a row is longer than a tile. From 16 x 1,024 or 4 x 4,096 on,
+# the programs of a layer of 8B would read as many bytes of them as of weights.
+PRODUCT_NORM_ELEMENTS = 16_384
+
+
+class ProductTile(NamedTuple):
+    """TILE_N rows of the weight, tile_k columns at a time, in parts of `span`."""
+
+    tile_n: int
+    tile_k: int
+    span: int
+    num_warps: int
+
+    @property
+    def config(self) -> TritonConfig:
+        return TritonConfig(0, self.tile_n, self.num_warps, 1)
+
+
+def product_rows(num_rows: int, itemsize: int, is_amd: bool) -> int:
+    """Rows of a program: a power of two. fp32 has no tensor-core product: one row at a time. AMD's
+    compiler uses tensor cores from 16 rows on; it pads none.
+    """
+    if itemsize == 4:
+        return 1
+    return PRODUCT_MOST_ROWS if is_amd else min(PRODUCT_MOST_ROWS, 1 << (num_rows - 1).bit_length())
+
+
+def product_tile(
+    rows: int,
+    columns: int,
+    width: int,
+    itemsize: int,
+    processors: int,
+    *,
+    has_norm: bool,
+    is_amd: bool,
+) -> ProductTile:
+    """tile_n: such that the processor with most programs reads least; of equals the largest. Then
+    as many columns as are in flight, with up to four programs on a processor. A warp has at least
+    a line, 128 bytes, of a weight row; a thread 256 bytes of the tile, or half of that if the next
+    tile is loaded meanwhile, and up to 32 elements of x.
+    """
+    row = AMD_PRODUCT if is_amd else TRITON_PRODUCT[rows]
+    load = lambda tile_n: ceil(ceil(columns / tile_n) / processors) * tile_n
+    tile_n = min(row.columns, key=load)
+    programs = min(4, load(tile_n) // tile_n)
+    tile_k = min(
+        row.flight_bytes // programs // itemsize // tile_n, row.row_elements[not has_norm] // rows
+    )
+    tile_k = 1 << (tile_k.bit_length() - 1)
+    whole = max(128 // itemsize, 1 << (width - 1).bit_length())
+    tile_k = min(tile_k, whole)
+    thread_bytes = 256 if tile_k == whole else 128
+    warps = max(tile_n * tile_k * itemsize // (32 * thread_bytes), rows * tile_k // (32 * 32), 1)
+    warps = min(8, warps)
+    return ProductTile(tile_n, tile_k, max(128 // itemsize, tile_k // warps), warps)
+
+
 # Logits of a row. scan: a span, the same for all batches, otherwise samples would depend on the
 # other rows; cut: 16 sums for each element of the tile, in registers.
 TRITON_SCAN, TRITON_PICK = _T(0, 4096, 8, 1), _T(0, 4096, 8, 1)
@@ -240,6 +317,9 @@ COPY_ELEMENTS = 2048  # elements of a page per program of a copy
 # 47 us. Twice the warps: rotations 51, 72 and 88 us.
 TRITON_SUMS = _T(0, 32, 4, 1)
 TRITON_ROTATE = {64: _T(128, 0, 4, 2), 128: _T(128, 0, 8, 2, 128), 256: _T(128, 0, 8, 1)}
+# The same rotation after the norm and RoPE of queries, which need registers: of 256 columns they
+# would spill (4 % of the instructions, Triton 3.6). Not measured yet.
+TRITON_QUERIES = {64: _T(128, 0, 8, 1), 128: _T(128, 0, 8, 1)}
 TRITON_TRANSPOSE = {64: _T(128, 0, 8, 1, 80), 128: _T(128, 0, 8, 1, 128), 256: _T(128, 0, 16, 1)}
 BIAS_PROGRAMS = 512  # enough to fill a GPU if the bias itself has fewer tiles
 
@@ -323,6 +403,8 @@ class HopperConfig(NamedTuple):
     rescale_under_qk: bool = False  # rescale under the next QK product, not after this PV product
     delay_pv_wait: int = 0  # exponentials of a thread before it waits for the last PV product
     named_barriers: bool = False  # key stages are released by named barriers
+    overlap: bool = True  # QK of a key tile runs beside PV of the last one, not after it
+    q_in_registers: bool = False  # QK reads q from registers: hopper/tensors.py has its condition
     emulated_exp2: int = 0  # v4: every emulated_exp2-th exponential by multiply-adds
     dynamic: bool = False  # dynamic scheduling even if all tiles take equally long
     # Registers of a thread. At entry every thread has entry_regs; then consumers and producer share
@@ -353,8 +435,9 @@ _D128 = HopperConfig(
 # 64 keys a tile: the accumulator takes 128 registers; q and two stages of k and v fill 192 kB.
 # dynamic: ptxas then waits for the values' product in the middle of the softmax, not before it.
 _D256 = HopperConfig(64, 2, 2, out_in_q=True, dynamic=True)
-# By ptxas reports (2026-11-18), not timed: rows of 32, 80, 96, 160 and 192 columns begin with those
-# of the next power of two. 32: four stages fit.
+# Rows of 32, 80, 96, 160 and 192 columns, by ptxas reports (2026-11-18), begin with those of the
+# next power of two. Measured beside FlashAttention-3 and 4 (h200-forward-widths.json), other rows
+# were not. 32: four stages fit.
 _D32 = _D64._replace(num_stages=4)
 # 128 keys a tile: q and two stages of k and v fill 200 kB, so the output leaves through q's memory.
 # Every option that takes a register spills: a later wait for values 36 of 657 instructions in the
@@ -387,6 +470,45 @@ HOPPER_FORWARD_DENSE = {
 # q and k of 192 columns, v of at most 128 (multi-head latent attention): tiles of 128 keys fit, 208
 # kB with the output in q's memory. By ptxas reports (2026-11-18), not timed.
 HOPPER_FORWARD_MLA = {192: _D128._replace(q_stages=1, out_in_q=True, delay_pv_wait=8)}
+# Rows that could replace those of HOPPER_FORWARD and HOPPER_FORWARD_DENSE, by width and name. They
+# compile without spills in their loops (2026-11-18) and were not timed: `python -m benchmarks
+# candidates` times them beside the rows in use, and `onchip tune` tries them. docs/notebook.md has
+# the reasons. Late wait: all exponentials of a tile before the wait for the last PV product. Three
+# consumers have 160 registers each: scores of 128 keys fit them if they take the registers of p
+# (overlap=False), scores of 64 keys leave space for p, and for q.
+_LATE = _D128._replace(delay_pv_wait=64)
+_THREE_128 = HopperConfig(
+    128,
+    3,
+    2,
+    q_stages=2,
+    rescale="moved",
+    overlap=False,
+    named_barriers=True,
+    dynamic=True,
+    **_THREE,
+)
+_THREE_CANDIDATES = {
+    "late wait": _LATE,
+    "q in registers, late wait": _LATE._replace(q_in_registers=True),
+    "three consumers": _THREE_128,
+    "three consumers, ping-pong": _THREE_128._replace(pingpong=True),
+    "three consumers, 64 keys": HopperConfig(
+        64, 3, 4, rescale="moved", q_in_registers=True, dynamic=True, **_THREE
+    ),
+}
+_D192_Q = _D192._replace(q_in_registers=True, delay_pv_wait=4)
+HOPPER_CANDIDATES: dict[int, dict[str, HopperConfig]] = {
+    80: _THREE_CANDIDATES,
+    96: _THREE_CANDIDATES,
+    192: {
+        "late wait": _D192._replace(delay_pv_wait=32),
+        "q in registers": _D192_Q,
+        "q in registers, late wait": _D192_Q._replace(delay_pv_wait=32),
+        "three consumers": _D192._replace(consumers=3, overlap=False, **_THREE),
+    },
+}
+
 # Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k. In a square they
 # waste the rest of the last tile; at 512 tokens both are equally fast. Tiles of a short window are
 # mostly masked, too: 1.25x with 256 keys, 1.29x with 512, 1.04 to 0.99x with 1,024, 0.90x with
@@ -459,7 +581,7 @@ HOPPER_UNROUNDED_WIDTH = 128  # a wider unrounded output does not fit shared mem
 
 
 def hopper_width(head_dim: int) -> int:
-    """head_dim as Hopper's tiles pad it, except those of the forward."""
+    """head_dim as a power of two. Tiles of the forward and of the backward have more widths."""
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
@@ -467,11 +589,45 @@ def hopper_width(head_dim: int) -> int:
 # columns (hopper/column_tails.py). 112 as 64 + 32 + 16 took 8 % longer than padded to 128: three
 # products lose (H200). 48 as 32 + 16 was not timed: PV would be two products of few columns, and
 # both read P from registers. Calls over pages have powers of two from 64 on.
-HOPPER_TAIL_WIDTHS = (32, 64, 80, 96, 128, 160, 192, 256)
-# Widths that calls use. Tails compile without spills, and have not run on a GPU yet.
-HOPPER_WIDTHS = (64, 128, 256)
+HOPPER_WIDTHS = (32, 64, 80, 96, 128, 160, 192, 256)
 
 
+# Of each width of the forward that is no tile of the backward, or is not yet: the width that serves
+# it. 32, 80, 96, 160, 192 and (192, 128), which is latent attention, are compiled (2026-11-18) and
+# never ran: `80: 80`, `(192, 128): (192, 128)` switch one on, tiles.trial for one block.
+HOPPER_BACKWARD_WIDTHS = {
+    32: 64,
+    80: 128,
+    96: 128,
+    160: 256,
+    192: 256,
+    (192, 128): (256, 256),
+}
+
+
+def hopper_backward_widths(problem: Problem) -> tuple[int, int]:
+    """The widths of q and k, and of v and dout, in the backward. They are equal, but for values of
+    at most 128 columns beside keys of 192.
+    """
+    width = hopper_forward_width(problem.head_dim)
+    width_v = hopper_forward_width(problem.head_dim_v)
+    if width == 192 and width_v <= 128:
+        return HOPPER_BACKWARD_WIDTHS[192, 128]
+    width = max(width, width_v)
+    width = HOPPER_BACKWARD_WIDTHS.get(width, width)
+    return width, width
+
+
+def dq_part_columns(tile_m: int, columns: int, tail: int) -> tuple[int, int]:
+    """The columns of dq that each of two consumers computes, for 64 queries: all columns of its
+    half of 128 queries, the columns or the tail, or half of the columns.
+    """
+    if tile_m == 128:
+        return columns, columns
+    return (columns, tail) if tail else (columns // 2, columns // 2)
+
+
+@cache  # the backward asks for it several times in a call
 def hopper_forward_width(head_dim: int, page_size: int = 0) -> int:
     """head_dim as the forward's tiles pad it."""
     if page_size:
@@ -496,7 +652,8 @@ def hopper_forward_of(problem: Problem) -> HopperConfig:
     config = _hopper_row(*_hopper_forward_key(problem))
     if config.out_in_q and not _fits_in_q(width, width_v):
         config = config._replace(out_in_q=False)  # the tiles differ, and there is enough memory
-    if problem.out_dtype.itemsize == 4 and width_v == 128:
+    three = config.consumers == 3 and width_v > 64
+    if problem.out_dtype.itemsize == 4 and (width_v == 128 or three):
         config = config._replace(q_stages=1)  # an unrounded output takes the second stage of q
     return config
 
@@ -608,8 +765,8 @@ def hopper_decode_programs(problem: Problem) -> int:
 
 class HopperBackwardConfig(NamedTuple):
     """A producer warp, a storing warp and two consumer warpgroups of 64 keys each. dq leaves in
-    parts of 64 x 64, one of each consumer for a tile: tile_m * head_dim = 2 * 64 * 64. There are at
-    most five stages of q and dout: see hopper/pipeline.py on named barriers.
+    parts of 64 queries, one of each consumer for a tile (dq_part_columns). There are at most five
+    stages of q and dout: see hopper/pipeline.py on named barriers.
     """
 
     tile_m: int
@@ -621,18 +778,22 @@ class HopperBackwardConfig(NamedTuple):
     entry_regs: int = 168
 
 
-# By head_dim, 2026-11-18. dk and dv take head_dim registers of each thread, a step of 64 queries
-# 96. Scores of the next tile need its queries while dk still needs the last, so a third stage of q
-# helps where it fits beside three stages of ds. At head_dim 64 a tile is two steps: half as many
-# barriers as tiles of 64.
+# By width, 2026-11-18. dk and dv take as many registers of each thread as the width, a step of 64
+# queries 96. Scores of the next tile need its queries while dk still needs the last, so a third
+# stage of q helps where it fits beside three stages of ds. At head_dim 64 a tile is two steps: half
+# as many barriers as tiles of 64. 32, 80 and 96: three stages fit, by ptxas reports, not timed.
 HOPPER_BACKWARD = {
+    32: HopperBackwardConfig(128),
     64: HopperBackwardConfig(128, q_stages=2),
+    80: HopperBackwardConfig(64),
+    96: HopperBackwardConfig(64),
     128: HopperBackwardConfig(64),
 }
 
 
-def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
-    return _hopper_row("HOPPER_BACKWARD", hopper_width(head_dim))
+def hopper_backward_config(width: int) -> HopperBackwardConfig:
+    """The row of a width of hopper_backward_widths."""
+    return _hopper_row("HOPPER_BACKWARD", width)
 
 
 class HopperSplitConfig(NamedTuple):
@@ -649,34 +810,43 @@ class HopperSplitConfig(NamedTuple):
     entry_regs: int = 168
 
 
-# By head_dim, 2026-11-15. tile is that of HOPPER_BACKWARD, with which it shares lse and delta. The
-# own rows of head_dim 256 fill 128 kB; b1 is free again as soon as its one product is done.
+# By width, 2026-11-15. tile is that of HOPPER_BACKWARD, with which it shares lse and delta. The own
+# rows of 256 columns fill 128 kB; b1 is free again as soon as its one product is done. Those of 160
+# and 192 fill 80 and 96 kB, so that three stages of b0 fit (2026-11-18, not timed).
 HOPPER_SPLIT = {
+    32: HopperSplitConfig(128, 3, 2),
     64: HopperSplitConfig(128, 3, 2),
+    80: HopperSplitConfig(64, 3, 2, own_in_registers=True),
+    96: HopperSplitConfig(64, 3, 2, own_in_registers=True),
     128: HopperSplitConfig(64, 3, 2, own_in_registers=True),
+    160: HopperSplitConfig(64, 3, 2),
+    192: HopperSplitConfig(64, 3, 2),
     256: HopperSplitConfig(64, 2, 1),
 }
+HOPPER_SPLIT_ALL = 160  # the width from which on every gradient has its own kernel
 
 
-def hopper_split_config(head_dim: int) -> HopperSplitConfig:
-    return _hopper_row("HOPPER_SPLIT", hopper_width(head_dim))
+def hopper_split_config(width: int) -> HopperSplitConfig:
+    """The row of the larger width of hopper_backward_widths."""
+    return _hopper_row("HOPPER_SPLIT", width)
 
 
 # Keys that a query sees in the mean, up to which dq in its own kernel is faster than summed in
 # fp32: the sum is cleared, added to and read once, however few keys there are. By head_dim, H200,
-# 2026-11-18 (h200-backward.json, deterministic): causal calls of 512 tokens 1.04x at 64 and 1.11x
-# at 128, of 1,024 tokens 0.94x and 1.01x; dense calls of 512 tokens 0.97x and 1.00x.
-HOPPER_SPLIT_KEYS = {64: 256, 128: 512}
+# 2026-11-18 (docs/notebook.md): causal calls of 512 tokens 1.02 to 1.04x at 64 and 1.09 to 1.11x
+# at 128, of 1,024 tokens 0.94x and 1.01x; dense calls of 512 tokens 0.97x and 1.00x. Other widths
+# have the number of the width that serves them while they are off.
+HOPPER_SPLIT_KEYS = {32: 256, 64: 256, 80: 512, 96: 512, 128: 512}
 _SPLIT_ROWS, _MANY_TILES = 128, 4 * 132  # four tiles for each processor of an H200
 
 
 def hopper_splits_dq(problem: Problem) -> bool:
-    """Whether dq has its own kernel: deterministic, at head_dim 256, and in calls with few keys.
+    """Whether dq has its own kernel: deterministic, of wide heads, and in calls with few keys.
     These were measured with as many key heads as heads, without lists of sequences or tiles, and
     with tiles for all processors: otherwise one more kernel takes longer than the sum.
     """
-    width = hopper_width(max(problem.head_dim, problem.head_dim_v))
-    if problem.deterministic or width == 256:
+    width = max(hopper_backward_widths(problem))
+    if problem.deterministic or width >= HOPPER_SPLIT_ALL:
         return True
     if problem.packed or problem.has_mask or problem.group_size > 1 or problem.softcap:
         return False
@@ -750,6 +920,13 @@ def trial(table: str, key: Any, row: Any) -> Iterator[None]:
     finally:
         rows[key], _is_trial = before, was_trial
         _forget()
+
+
+@contextmanager
+def candidate_trial(width: int, row: HopperConfig) -> Iterator[None]:
+    """Inside the block dense and causal calls of this width use `row`: see trial."""
+    with trial("HOPPER_FORWARD", width, row), trial("HOPPER_FORWARD_DENSE", width, row):
+        yield
 
 
 def _forget() -> None:

@@ -52,7 +52,9 @@ VARIED: dict[str, dict[str, tuple]] = {
         "pingpong": (False, True),
         "rescale": ("always", "moved", "stale"),
         "rescale_under_qk": (False, True),
-        "delay_pv_wait": (0, 2, 4, 8, 16, 24),
+        "delay_pv_wait": (0, 2, 4, 8, 16, 24, 32, 64),
+        "overlap": (True, False),
+        "q_in_registers": (False, True),
         "named_barriers": (False, True),
         "emulated_exp2": (0, 8),
         "dynamic": (False, True),
@@ -249,12 +251,15 @@ def _is_allowed(row: Any, field: str, value: Any, usual: Any) -> bool:
 
 def is_consistent(row: Any) -> bool:
     """The backward has barriers for five stages of q and dout. If the output is staged in the
-    memory of q, a second q stage is not possible.
+    memory of q, a second q stage is not possible. A product of values that is complete before
+    scores are started is not waited for, and nothing is rescaled beside it.
     """
     ahead = getattr(row, "q_stages", 0)
-    return ahead + getattr(row, "dout_stages", 0) <= 5 and not (
+    if ahead + getattr(row, "dout_stages", 0) > 5 or (
         ahead > 1 and getattr(row, "out_in_q", False)
-    )
+    ):
+        return False
+    return getattr(row, "overlap", True) or not (row.rescale_under_qk or row.delay_pv_wait)
 
 
 def least_shared_bytes(table: str, key: Any, row: Any) -> int:

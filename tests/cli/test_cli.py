@@ -65,11 +65,11 @@ print([x for x in slow if x in sys.modules])
 
 def test_the_names_of_options_are_those_of_the_package():
     """The parser has copies, for it does not import torch."""
-    from onchip.core.problem import LOW_PRECISIONS
+    from onchip.core.problem import EIGHT_BIT_PRECISIONS
     from onchip.quant.kv8 import FORMATS
 
     assert tuple(FORMATS) == options.KV_DTYPES
-    assert tuple(LOW_PRECISIONS) == options.PRECISIONS and builtin.NAME == options.BUILTIN
+    assert tuple(EIGHT_BIT_PRECISIONS) == options.PRECISIONS and builtin.NAME == options.BUILTIN
 
 
 def test_functions_are_imported_at_their_first_use():

@@ -22,6 +22,15 @@ def test_units_times_clock_are_the_published_peak(row, tflops):
     assert row.flops(torch.float32) == row.processors * row.clock_hz * 2 * row.lanes
 
 
+def test_blackwell_multiplies_fp8_and_fp4_at_two_and_four_times_the_rate():
+    """Dense: 2.25, 4.5 and 9 PFLOP/s."""
+    rates = {torch.float8_e4m3fn: 4500, torch.float4_e2m1fn_x2: 9000}
+    for dtype, tflops in rates.items():
+        assert B200.flops(dtype) / 1e12 == pytest.approx(tflops, rel=0.005)
+        assert B200.has_tensor(dtype)
+    assert not H200.has_tensor(torch.float4_e2m1fn_x2)
+
+
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_memories_get_smaller_and_faster_towards_the_units(row):
     sizes = [level.size_bytes for level in row.levels]

@@ -14,11 +14,14 @@ from onchip.cost.hardware import H200
 from onchip.kernels import tiles
 from onchip.kernels.tiles import (
     HOPPER_BACKWARD,
+    HOPPER_BACKWARD_WIDTHS,
     HOPPER_SPLIT,
-    HOPPER_TAIL_WIDTHS,
+    HOPPER_WIDTHS,
     TRITON_CHUNK,
     TRITON_DECODE,
     describe_hopper_row,
+    dq_part_columns,
+    hopper_backward_widths,
     hopper_forward_of,
     hopper_forward_width,
     hopper_forward_widths,
@@ -31,6 +34,7 @@ from onchip.kernels.tiles import (
     paper_v2_tiles,
     split_columns,
 )
+from onchip.kernels.tuned import is_consistent
 
 THREE, TWO = 3, 2  # consumers of a tile at head_dim 64
 
@@ -55,19 +59,33 @@ def test_two_consumers_for_tiles_with_few_keys(options, seqlen, consumers):
     assert hopper_forward_of(problem).consumers == consumers
 
 
+CANDIDATES = [(width, name) for width, rows in tiles.HOPPER_CANDIDATES.items() for name in rows]
+
+
+@pytest.mark.parametrize("width, name", CANDIDATES)
+def test_candidates_fit_shared_memory_and_are_used_in_a_trial(width, name):
+    """Also with unrounded results, and a tuned row may have their fields."""
+    row = tiles.HOPPER_CANDIDATES[width][name]
+    options = {"num_heads": 4, "head_dim": width, "dtype": torch.bfloat16}
+    problems = [make_problem(4096, causal=causal, **options) for causal in (False, True)]
+    problems += [p._replace(out_dtype=torch.float32) for p in problems]
+    assert is_consistent(row)
+    for problem in problems:
+        with tiles.candidate_trial(width, row):
+            used = hopper_forward_of(problem)
+        wide = problem.out_dtype == torch.float32
+        assert used._replace(q_stages=row.q_stages) == row != hopper_forward_of(problem)
+        shared = footprint.hopper_forward(used, width, width, wide).shared_bytes
+        assert shared + HANDED_OVER <= H200.shared_bytes
+
+
 def test_widths_are_powers_of_two_and_tails_of_whole_products():
-    for width in HOPPER_TAIL_WIDTHS:
+    for width in HOPPER_WIDTHS:
         columns, tail = split_columns(width)
         assert columns + tail == width and columns.bit_count() == 1
         assert tail == 0 or (tail.bit_count() == 1 and tail % 16 == 0 and tail < columns)
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 104, 192, 256])
-def test_tails_are_not_in_use_yet(head_dim):
-    assert hopper_forward_width(head_dim) == hopper_width(head_dim)
-
-
-@pytest.mark.usefixtures("tails")
 @pytest.mark.parametrize(
     ("head_dim", "width"),
     [(8, 32), (32, 32), (40, 64), (72, 80), (80, 80), (88, 96), (104, 128), (112, 128), (136, 160),
@@ -78,7 +96,6 @@ def test_a_head_dim_is_padded_to_the_next_width(head_dim, width):
     assert hopper_forward_width(head_dim, page_size=16) == hopper_width(head_dim)
 
 
-@pytest.mark.usefixtures("tails")
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("has_mask", [False, True])
@@ -95,7 +112,6 @@ def test_tiles_of_all_head_dims_fit_shared_memory(has_mask, causal, out_dtype):
         assert not (config.out_in_q and config.q_stages > 1)
 
 
-@pytest.mark.usefixtures("tails")
 def test_keys_of_192_columns_with_narrow_values_have_a_table_of_their_own():
     make = lambda **o: make_problem(4096, head_dim=192, dtype=torch.bfloat16, causal=True, **o)
     narrow, wide = make(head_dim_v=128), make()
@@ -110,9 +126,54 @@ def test_the_kernels_of_the_hopper_backward_share_lse_and_delta(head_dim):
     assert HOPPER_SPLIT[head_dim].tile == HOPPER_BACKWARD[head_dim].tile_m
 
 
-@pytest.mark.parametrize("head_dim", HOPPER_BACKWARD)
-def test_dq_is_stored_in_one_part_per_consumer(head_dim):
-    assert HOPPER_BACKWARD[head_dim].tile_m * head_dim == 2 * 64 * 64
+@pytest.mark.parametrize("width", HOPPER_BACKWARD)
+def test_dq_is_stored_in_one_part_per_consumer(width):
+    tile_m = HOPPER_BACKWARD[width].tile_m
+    parts = dq_part_columns(tile_m, *split_columns(width))
+    assert 64 * sum(parts) == tile_m * width and set(parts) <= {16, 32, 64}
+
+
+def make_dims(d, dv, **options):
+    return make_problem(4096, head_dim=d, head_dim_v=dv, dtype=torch.bfloat16, **options)
+
+
+def test_widths_of_the_backward_that_are_off_are_powers_of_two():
+    for d, dv in product(range(8, 257, 8), repeat=2):
+        assert hopper_backward_widths(make_dims(d, dv)) == (hopper_width(max(d, dv)),) * 2
+
+
+@pytest.mark.parametrize(
+    ("dims", "widths"),
+    [
+        ((24, 24), (32, 32)),
+        ((24, 72), (80, 80)),
+        ((96, 40), (96, 96)),
+        ((112, 80), (128, 128)),
+        ((136, 136), (160, 160)),
+        ((136, 64), (160, 160)),
+        ((128, 192), (192, 192)),
+        ((192, 128), (192, 128)),
+        ((176, 64), (192, 128)),
+        ((192, 136), (192, 192)),
+        ((256, 192), (256, 256)),
+    ],
+    ids=str,
+)
+def test_widths_of_the_backward_that_are_on(all_widths, dims, widths):
+    assert hopper_backward_widths(make_dims(*dims)) == widths
+
+
+@pytest.mark.parametrize("key", HOPPER_BACKWARD_WIDTHS, ids=str)
+def test_every_width_of_the_backward_has_rows_and_one_switch(key):
+    """A trial of one width changes no other."""
+    pair = key if isinstance(key, tuple) else (key, key)
+    assert max(pair) in HOPPER_SPLIT and (max(pair) in HOPPER_BACKWARD) == (max(pair) <= 128)
+    cells = list(product((32, 64, 80, 96, 112, 128, 160, 192, 256), repeat=2))
+    before = {dims: hopper_backward_widths(make_dims(*dims)) for dims in cells}
+    with tiles.trial("HOPPER_BACKWARD_WIDTHS", key, key):
+        after = {dims: hopper_backward_widths(make_dims(*dims)) for dims in cells}
+    assert after[pair] == pair != before[pair]
+    assert {widths for dims, widths in after.items() if widths != before[dims]} == {pair}
 
 
 def test_few_and_many_queries_have_rows_for_the_same_calls():

@@ -30,13 +30,13 @@ BENCHES = {
         "onchip.cli.bench.cpu",
     ),
     "forward": Benchmark(
-        "GPU: forward kernels against FlashAttention-3, cuDNN and other peers",
+        "GPU: forward kernels against FlashAttention-3 and 4, cuDNN and other peers",
         "onchip.cli.bench.forward",
         plots="onchip.cli.bench.plots",
         has_groups=True,
     ),
     "backward": Benchmark(
-        "GPU: the whole backward pass against cuDNN and FlashAttention-2",
+        "GPU: the whole backward pass against FlashAttention-4, cuDNN and FlashAttention-2",
         "onchip.cli.bench.backward",
         plots="onchip.cli.bench.plots",
         has_groups=True,

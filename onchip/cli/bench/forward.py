@@ -51,13 +51,20 @@ def steps(session: Session) -> Iterator[gpu.Step]:
 
 
 def measure(session: Session, case: Case) -> list[Row]:
-    pattern = patterns.plain(case.seqlen, case.mask)
-    sets = gpu.draw_sets(case, session.device)
-    samples = {"normal": sets[0], "outlier": gpu.draw(case, session.device, "outlier")}
-    check = gpu.OutputCheck(samples, pattern.visible)
+    pattern, sets, check = prepare(session, case)
     rivals = [*sdpa_rivals(case, sets, check, SDPA), *other_rivals(session, case, sets, check)]
     specs = our_specs("forward", pattern, sets, check, rivals)
     return gpu.contest(session, case, specs, gpu.tflops(case), required=("fa3",))
+
+
+def prepare(
+    session: Session, case: Case
+) -> tuple[patterns.Pattern, list[gpu.Inputs], gpu.OutputCheck]:
+    """The mask of a cell, its inputs, and the accuracy check, on ordinary inputs and outliers."""
+    pattern = patterns.plain(case.seqlen, case.mask)
+    sets = gpu.draw_sets(case, session.device)
+    samples = {"normal": sets[0], "outlier": gpu.draw(case, session.device, "outlier")}
+    return pattern, sets, gpu.OutputCheck(samples, pattern.visible)
 
 
 def our_specs(

@@ -25,7 +25,7 @@ from onchip.testing import assert_accurate, oracle, rmse
 
 SCHEMA = 1
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "none": ""}
-SHORT |= {"float8_e4m3fn": "fp8", "int8": "int8"}
+SHORT |= {"float8_e4m3fn": "fp8", "int8": "int8", "float4_e2m1fn_x2": "fp4"}
 CHECKED_ROWS = 128
 ROUNDS, BUDGET_S = 7, 0.5
 Row = dict[str, Any]

@@ -117,6 +117,16 @@ def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
     default=True,
     help="Read the pages that requests share once for each of them, or once for all.",
 )
+@click.option(
+    "--prefill-precision",
+    type=click.Choice(("fp8", "auto")),
+    help="Attention of long prompts in 8 bits, approximately; auto: where it is faster.",
+)
+@click.option(
+    "--fused-decode/--no-fused-decode",
+    default=False,
+    help="Steps of few tokens: norms and gates in one launch with matrix products, or apart.",
+)
 @speculative_config_option()
 @click.option(
     "--tool-call-parser",

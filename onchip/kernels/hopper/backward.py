@@ -27,14 +27,31 @@ Worked shape: batch 1, 1 head, 300 tokens, causal, head_dim 128: key tiles of 12
 64. The keys 0..127 are seen by the 5 query tiles 0..4: 0 and 1 are cut by the diagonal, 4 by the
 end (44 of 64 queries exist), 2 and 3 are full. Masked tiles come first: 0, 1, 4, then 2, 3.
 
-examples/versions has no backward; docs/kernels.md derives it. backward_split.py computes one
-gradient at a time, deterministically, and at head_dim 256.
+examples/versions has no backward; docs/kernels.md derives it. The products are in
+backward_products.py; backward_split.py computes one gradient at a time, deterministically, and the
+gradients of wide heads.
 """
 
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from onchip.kernels.hopper.aggregate import aggregate
+from onchip.kernels.hopper.backward_products import (
+    start_dk,
+    start_dp,
+    start_dq_part,
+    start_dv,
+    start_qk,
+    to_fragment_order,
+)
 from onchip.kernels.hopper.block_sparse import BlockEntries, BlockMaskLists, num_listed_tiles
+from onchip.kernels.hopper.column_tails import (
+    load_with_tail,
+    make_tail,
+    scale_columns,
+    store_gradient,
+    wait_products,
+    zero_columns,
+)
 from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.mask import apply_block_mask_transposed, apply_window, get_block_range
 from onchip.kernels.hopper.pipeline import (
@@ -50,8 +67,6 @@ from onchip.kernels.hopper.pipeline import (
     make_tile_exchange,
     make_work_queue,
     reinterpret,
-    store_halves,
-    store_tile,
     store_wait,
     sync_with_previous_kernel,
     tensor_descriptor,
@@ -70,7 +85,7 @@ from onchip.kernels.hopper.tile_scheduler import (
 @aggregate
 class BackwardPipelines:
     """Pipelines between producer and consumers. Releasing q also releases rows; releasing k also
-    releases v.
+    releases v. Tails arrive and leave with the columns before them (column_tails.py).
     """
 
     q: Pipeline
@@ -80,6 +95,10 @@ class BackwardPipelines:
     v: Pipeline
     ds: TileExchange
     work_queue: WorkQueue
+    q_tail: LinkedStages
+    dout_tail: LinkedStages
+    k_tail: LinkedStages
+    v_tail: LinkedStages
 
     @gluon.jit
     def close(self):
@@ -93,33 +112,47 @@ class BackwardPipelines:
 
 @aggregate
 class BackwardConfig:
-    """DQ: dq is computed too. ADD: dk and dv are added to memory. Layouts: S of scores (64 keys, 64
-    queries) and of a part of dq (64 queries, 64), G of dk and dv (64 keys, WIDTH), A of p and ds as
-    left operands.
+    """TAIL: columns behind WIDTH, or 0. DQ: dq is computed too. ADD: dk and dv are added to memory.
+    Layouts: S of scores (64 keys, 64 queries), G of dk and dv (64 keys, WIDTH), A of p and ds as
+    left operands; G_TAIL and A_TAIL of products with a tail. GROUPS: wgmma groups of a product over
+    all columns. DQ_COLUMNS_0, DQ_COLUMNS_1: columns of each consumer's part of dq
+    (tiles.dq_part_columns).
     """
 
     TILE_M: gl.constexpr
     TILE_N: gl.constexpr
     WIDTH: gl.constexpr
+    TAIL: gl.constexpr
     DYNAMIC: gl.constexpr
     DQ: gl.constexpr
     ADD: gl.constexpr
+    DQ_COLUMNS_0: gl.constexpr
+    DQ_COLUMNS_1: gl.constexpr
+    GROUPS: gl.constexpr
     S: gl.constexpr
     G: gl.constexpr
     A: gl.constexpr
+    G_TAIL: gl.constexpr
+    A_TAIL: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, TILE_M, TILE_N, WIDTH, DYNAMIC, DQ, ADD):
+    def __init__(self, TILE_M, TILE_N, WIDTH, TAIL, DYNAMIC, DQ, ADD, DQ_COLUMNS_0, DQ_COLUMNS_1):
         wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
         self.TILE_M = gl.constexpr(TILE_M)
         self.TILE_N = gl.constexpr(TILE_N)
         self.WIDTH = gl.constexpr(WIDTH)
+        self.TAIL = gl.constexpr(TAIL)
         self.DYNAMIC = gl.constexpr(DYNAMIC)
         self.DQ = gl.constexpr(DQ)
         self.ADD = gl.constexpr(ADD)
+        self.DQ_COLUMNS_0 = gl.constexpr(DQ_COLUMNS_0)
+        self.DQ_COLUMNS_1 = gl.constexpr(DQ_COLUMNS_1)
+        self.GROUPS = gl.constexpr(2 if TAIL else 1)
         self.S = gl.constexpr(wide(64))
         self.G = gl.constexpr(wide(WIDTH))
         self.A = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 2))
+        self.G_TAIL = gl.constexpr(wide(TAIL or WIDTH))
+        self.A_TAIL = gl.constexpr(gl.DotOperandLayout(0, wide(TAIL or WIDTH), 2))
 
 
 @aggregate
@@ -166,11 +199,16 @@ class BackwardParams:
 
 @aggregate
 class GradOutput:
-    """Descriptors of dk and dv, and the memory through which all gradients leave."""
+    """Descriptors of dk and dv, and the memory through which all gradients leave. Tails of dk and
+    dv leave through tail_smem; without tails, these three are placeholders.
+    """
 
     dk: tensor_descriptor
     dv: tensor_descriptor
     dq: StoreQueue
+    dk_tail: tensor_descriptor
+    dv_tail: tensor_descriptor
+    tail_smem: gl.shared_memory_descriptor
 
 
 @aggregate
@@ -189,7 +227,8 @@ class QueryWalk:
     @gluon.jit
     def tile(self, params, j):
         """(the j-th query tile, its bit tile or -1). The order is lo ... full_lo, full_hi ... hi,
-        full_lo ... full_hi.
+        then the full tiles from the last one down: of a causal call all programs start there, and
+        read the same queries at the same time.
         """
         if params.blocks.ON:
             return params.blocks.tile(self.entries, j, params.cfg.TILE_M)
@@ -197,7 +236,7 @@ class QueryWalk:
             before = self.full_lo - self.lo
             cut = gl.where(j < before, self.lo + j, self.full_hi + j - before)
             return gl.where(
-                j < self.num_masked, cut, self.full_lo + j - self.num_masked
+                j < self.num_masked, cut, self.full_hi - 1 - (j - self.num_masked)
             ), self.lo * 0 - 1
 
 
@@ -230,16 +269,18 @@ class BackwardTile:
 
 
 @gluon.jit
-def load_keys(pipes, t, k_desc, v_desc, at):
+def load_keys(pipes, t, k, v, at):
     """Load the t-th tile of keys and values."""
     pipes.k.wait_empty(t)
-    pipes.k.load(t, k_desc, at)
-    pipes.v.load(t, v_desc, at)
+    load_with_tail(pipes.k, pipes.k_tail, t, k[0], k[1], at)
+    load_with_tail(pipes.v, pipes.v_tail, t, v[0], v[1], at)
 
 
 @gluon.jit
-def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, params):
-    """The producer's loop over key tiles, and over the query tiles of each."""
+def produce(q, rows_desc, dout, k, v, counter, pipes, params):
+    """The producer's loop over key tiles, and over the query tiles of each. q, dout, k, v:
+    (descriptor, descriptor of the tail or None).
+    """
     seqlen, cfg = params.seqlen, params.cfg
     i = 0  # query tiles loaded
     t = 0  # key tiles loaded
@@ -255,7 +296,7 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, params
         walk = make_walk(params, batch, first_head, col, seqlen_q, seqlen_k)
         if (col < seqlen_k) & (params.blocks.ON | (walk.count > 0)):
             if params.blocks.ON:
-                load_keys(pipes, t, k_desc, v_desc, keys_at)
+                load_keys(pipes, t, k, v, keys_at)
             for g in range(params.heads()):
                 head = first_head + g
                 if params.blocks.ON:
@@ -266,55 +307,17 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, params
                     at = seqlen.coord(batch, head, q0, seqlen_q, tile * cfg.TILE_M)
                     pipes.q.wait_empty(i)
                     tile_coord = [(first_tile + tile) * (2 * cfg.TILE_M)]
-                    pipes.q.load_with(i, q_desc, at, pipes.rows, rows_desc, tile_coord)
+                    linked_bytes: gl.constexpr = rows_desc.block_type.nbytes
+                    load_with_tail(pipes.q, pipes.q_tail, i, q[0], q[1], at, linked_bytes)
+                    pipes.q.load_linked(i, rows_desc, tile_coord, pipes.rows)
                     if not params.blocks.ON and g + j == 0:
-                        load_keys(pipes, t, k_desc, v_desc, keys_at)
+                        load_keys(pipes, t, k, v, keys_at)
                     pipes.dout.wait_empty(i)
-                    pipes.dout.load(i, dout_desc, at)
+                    load_with_tail(pipes.dout, pipes.dout_tail, i, dout[0], dout[1], at)
                     i += 1
             t += 1
         work_index = next_work_index(counter, work_index, params.order.num_tiles, cfg.DYNAMIC)
     push_index(pipes.work_queue, num_pushed, work_index, cfg.DYNAMIC)
-
-
-@gluon.jit
-def start_qk(pipes, params, i, SUB: gl.constexpr, C: gl.constexpr, reused):
-    """Start S^T = K Q of 64 queries of iteration i, in the registers of `reused`."""
-    k = pipes.k.opaque_stage(0, i).slice(C * 64, 64, 0)
-    q = pipes.q.stage(i).slice(SUB * 64, 64, 0)
-    return warpgroup_mma(k, q.permute((1, 0)), reused, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def start_dp(pipes, params, i, SUB: gl.constexpr, C: gl.constexpr, reused):
-    """Start dP^T = V dO of 64 queries of iteration i, in the registers of `reused`."""
-    v = pipes.v.opaque_stage(0, i).slice(C * 64, 64, 0)
-    dout = pipes.dout.stage(i).slice(SUB * 64, 64, 0)
-    return warpgroup_mma(v, dout.permute((1, 0)), reused, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def start_dq_part(pipes, params, i, C: gl.constexpr, reused):
-    """Start this consumer's 64 x 64 part of dq = ds k, in the registers of `reused`: half of the
-    columns of 64 queries, or half of 128 queries.
-    """
-    k = pipes.k.opaque_stage(0, i)
-    ds = pipes.ds.matrix(i)
-    if params.cfg.TILE_M == 64:
-        k = k.slice(C * 64, 64, 1)
-    else:
-        ds = ds.slice(C * 64, 64, 1)
-    return warpgroup_mma(ds.permute((1, 0)), k, reused, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def to_fragment_order(dq):
-    """dq (64, 64) as (128, 32), in the order in which registers hold it: 16 bytes of each lane of a
-    warp are neighbours, so that shared memory is written without bank conflicts.
-    launch_backward.finish_kernel inverts it.
-    """
-    split = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, half, lane // 4 | register, lane % 4, pair
-    return split.permute((0, 3, 2, 4, 1, 5)).reshape([128, 32])
 
 
 @gluon.jit
@@ -394,8 +397,7 @@ def step(out, pipes, params, work_tile, c, dp_next, dk, dv, i, next_tile, next_b
         p = compute_p(params, c, load_row_stats(pipes, params, i, SUB, 0))
     p_left = gl.convert_layout(p.to(dtype), cfg.A)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp_next,))
-    dout = pipes.dout.stage(i).slice(SUB * 64, 64, 0)
-    dv_next = warpgroup_mma(p_left, dout, dv, is_async=True)
+    dv_next = start_dv(pipes, cfg, p_left, dv, i, SUB)
     if SUB == 0 and cfg.DQ:
         out.dq.send(C, i > work_tile.first + 1)
     ds = params.scale.compute_ds(c, p, dp, load_row_stats(pipes, params, i, SUB, 1)).to(dtype)
@@ -404,37 +406,40 @@ def step(out, pipes, params, work_tile, c, dp_next, dk, dv, i, next_tile, next_b
             pipes.ds.take(i - 1, C, i > work_tile.first)
         pipes.ds.put(i, C * 64, SUB * 64, ds)
     ds_left = gl.convert_layout(ds, cfg.A)
-    q = pipes.q.stage(i).slice(SUB * 64, 64, 0)
-    dk_next = warpgroup_mma(ds_left, q, dk, is_async=True)
-    dq_next = dp
+    dk_next = start_dk(pipes, cfg, ds_left, dk, i, SUB)
+    dq_next = ()
     if SENDS:
         before = gl.maximum(i - 1, 0)  # in the first iteration the product is not used
-        dq_next = start_dq_part(pipes, params, before, C, dp)
+        dq_next = (start_dq_part(pipes, cfg, before, C, dp),)
     if LAST:
         dv, dk = finish_tile(out, pipes, params, work_tile, dv_next, dk_next, dq_next, i, C)
     else:
         j = i + 1 if FINAL else i
-        dv = warpgroup_mma_wait(num_outstanding=2 if SENDS else 1, deps=(dv_next,))
+        dv = wait_products(cfg.GROUPS + len(dq_next), dv_next)
         if FINAL:
             pipes.dout.release(i)
             pipes.q.wait_full(j)
         zero = gl.zeros([64, 64], gl.float32, cfg.S)
-        s_next = start_qk(pipes, params, j, NEXT, C, zero)
+        s_next = start_qk(pipes, cfg, j, NEXT, C, zero)
         reused = dp
         if SENDS:
             pipes.ds.send(i, C)
-            dk, reused = warpgroup_mma_wait(num_outstanding=1, deps=(dk_next, dq_next))
+            done = wait_products(cfg.GROUPS, dk_next + dq_next)
+            dk, dq = done[:-1], done[-1]
             pipes.q.release(i)
         lse = load_row_stats(pipes, params, j, NEXT, 0)
         if SENDS:
-            out.dq.put(i - 1, C, to_fragment_order(reused), i > work_tile.first)
+            out.dq.put(i - 1, C, to_fragment_order(dq), i > work_tile.first)
+            if dq.shape[1] == 64:
+                reused = dq
         if FINAL:
             pipes.dout.wait_full(j)
-        dp_next = start_dp(pipes, params, j, NEXT, C, reused)
+        dp_next = start_dp(pipes, cfg, j, NEXT, C, reused)
         if SENDS:
-            s = warpgroup_mma_wait(num_outstanding=1, deps=(s_next,))
+            s = warpgroup_mma_wait(num_outstanding=cfg.GROUPS, deps=(s_next,))
         else:
-            dk, s = warpgroup_mma_wait(num_outstanding=1, deps=(dk_next, s_next))
+            done = wait_products(cfg.GROUPS, dk_next + (s_next,))
+            dk, s = done[:-1], done[-1]
             if FINAL:
                 pipes.q.release(i)
         c = finish_scores(params, work_tile, s, lse, next_tile, next_bits, NEXT, MASKED)
@@ -446,16 +451,17 @@ def finish_tile(out, pipes, params, work_tile, dv_next, dk_next, dq_next, i, C: 
     """After the last queries of a head: the products in flight, and dq of iteration i."""
     if params.cfg.DQ:
         pipes.ds.send(i, C)
-        dv, dk, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv_next, dk_next, dq_next))
-    else:
-        dv, dk = warpgroup_mma_wait(num_outstanding=0, deps=(dv_next, dk_next))
+    done = wait_products(0, dv_next + dk_next + dq_next)
+    GROUPS: gl.constexpr = params.cfg.GROUPS
+    dv, dk = done[:GROUPS], done[GROUPS : 2 * GROUPS]
     pipes.dout.release(i)
     pipes.q.release(i)
     if params.cfg.DQ:
+        dq = done[-1]
         out.dq.put(i - 1, C, to_fragment_order(dq), i > work_tile.first)
         out.dq.send(C, i > work_tile.first)
         pipes.ds.take(i, C)
-        dq_next = start_dq_part(pipes, params, i, C, dq)
+        dq_next = start_dq_part(pipes, params.cfg, i, C, dq)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq_next,))
         out.dq.put(i, C, to_fragment_order(dq))
         out.dq.send(C)
@@ -470,11 +476,11 @@ def fold_head(out, pipes, params, work_tile, dk, dv, i, C: gl.constexpr):
     tile, bits = walk.tile(params, 0)
     zero = gl.zeros([64, 64], gl.float32, cfg.S)
     pipes.q.wait_full(i)
-    s_next = start_qk(pipes, params, i, 0, C, zero)
+    s_next = start_qk(pipes, cfg, i, 0, C, zero)
     pipes.dout.wait_full(i)
-    dp_next = start_dp(pipes, params, i, 0, C, zero)
+    dp_next = start_dp(pipes, cfg, i, 0, C, zero)
     lse = load_row_stats(pipes, params, i, 0, 0)
-    s = warpgroup_mma_wait(num_outstanding=1, deps=(s_next,))
+    s = warpgroup_mma_wait(num_outstanding=cfg.GROUPS, deps=(s_next,))
     c = finish_scores(params, work_tile, s, lse, tile, bits, 0, True)
     for u in gl.static_range(END):
         c, dp_next, dk, dv = step(out, pipes, params, work_tile, c, dp_next, dk, dv, i, tile,
@@ -506,12 +512,10 @@ def fold_head(out, pipes, params, work_tile, dk, dv, i, C: gl.constexpr):
 
 
 @gluon.jit
-def store_keys(desc, at, stage, value, ADD: gl.constexpr):
-    """Store 64 keys of dk or dv through the shared memory of dq; fp32 in halves."""
-    if desc.dtype == gl.float32:
-        store_halves(desc, at, stage, value, ADD)
-    else:
-        store_tile(desc, at, reinterpret(stage, desc), value.to(desc.dtype))
+def store_keys(desc, tail_desc, at, out, value, C: gl.constexpr, ADD: gl.constexpr):
+    """Store 64 keys of dk or dv through the shared memory of dq."""
+    stage, tail_stage = reinterpret(out.dq.smem.index(C), desc), out.tail_smem.index(C)
+    store_gradient(desc, tail_desc, at, stage, tail_stage, value, ADD)
 
 
 @gluon.jit
@@ -528,8 +532,8 @@ def consume(out, pipes, params, C: gl.constexpr):
         if first < seqlen_k:
             col = first + 64 * C
             walk = make_walk(params, batch, first_head, first, seqlen_q, seqlen_k)
-            dk = gl.zeros([64, cfg.WIDTH], gl.float32, cfg.G)
-            dv = gl.zeros([64, cfg.WIDTH], gl.float32, cfg.G)
+            dk = zero_columns(cfg.WIDTH, cfg.TAIL, cfg.G, cfg.G_TAIL)
+            dv = zero_columns(cfg.WIDTH, cfg.TAIL, cfg.G, cfg.G_TAIL)
             if params.blocks.ON | (walk.count > 0):
                 pipes.k.wait_full(t)
                 pipes.v.wait_full(t)
@@ -546,8 +550,9 @@ def consume(out, pipes, params, C: gl.constexpr):
             at = seqlen.coord(batch, first_head // params.heads(), k0, seqlen_k, col)
             if cfg.DQ:
                 out.dq.wait_empty(i, C)
-            store_keys(out.dv, at, out.dq.smem.index(C), dv, cfg.ADD)
-            store_keys(out.dk, at, out.dq.smem.index(C), dk * params.softmax_scale, cfg.ADD)
+            store_keys(out.dv, out.dv_tail, at, out, dv, C, cfg.ADD)
+            dk = scale_columns(dk, params.softmax_scale)
+            store_keys(out.dk, out.dk_tail, at, out, dk, C, cfg.ADD)
         if cfg.DYNAMIC:
             num_popped += 1
         work_index = pop_next_index(pipes.work_queue, num_popped, work_index, cfg.DYNAMIC)
@@ -555,10 +560,13 @@ def consume(out, pipes, params, C: gl.constexpr):
 
 
 @gluon.jit
-def store_dq(dq_desc, out, pipes, params):
-    """The storing warp's loop over key tiles, and over the query tiles of each."""
+def store_dq(dq_descs, out, pipes, params):
+    """The storing warp's loop over key tiles, and over the query tiles of each. dq_descs: of each
+    consumer's part.
+    """
     seqlen, cfg = params.seqlen, params.cfg
-    PARTS: gl.constexpr = cfg.TILE_M * cfg.WIDTH // 4096
+    FIRST: gl.constexpr = dq_descs[0].block_shape[0]
+    BOTH: gl.constexpr = FIRST + dq_descs[1].block_shape[0]
     num_popped = 0
     work_index = pop_first_index(pipes.work_queue, num_popped, cfg.DYNAMIC, 1)
     while work_index < params.order.num_tiles:
@@ -571,8 +579,8 @@ def store_dq(dq_desc, out, pipes, params):
                 for j in range(walk.count):
                     tile, _ = walk.tile(params, j)
                     for c in gl.static_range(2):
-                        at = ((first_tile + tile) * PARTS + c) * 128
-                        out.dq.add(dq_desc, [at, 0], c)
+                        at = (first_tile + tile) * BOTH + c * FIRST
+                        out.dq.add(dq_descs[c], [at, 0], c)
         if cfg.DYNAMIC:
             num_popped += 1
         work_index = pop_next_index(pipes.work_queue, num_popped, work_index, cfg.DYNAMIC, 1)
@@ -587,6 +595,7 @@ _RUNTIME = [
 @gluon.jit(do_not_specialize=_RUNTIME)
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_desc, dv_desc,
+    q_tail, k_tail, v_tail, dout_tail, dq_tail, dk_tail, dv_tail,
     cu_seqlens_q, cu_seqlens_k, counter,
     full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles, tiles,
     seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right, mask_b, mask_h,
@@ -597,7 +606,16 @@ def backward_kernel(
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    cfg = BackwardConfig(TILE_M, TILE_N, WIDTH, DYNAMIC, DQ, ADD)
+    """The entry of the kernel: build parameters and pipelines, then split into producer, consumers
+    and storing warp. q_tail ... dv_tail: descriptors of the columns behind WIDTH, or None.
+    """
+    TAIL: gl.constexpr = 0 if q_tail is None else q_tail.block_shape[-1]
+    dq_descs = dq_desc, dq_desc
+    if TAIL:
+        dq_descs = dq_desc, dq_tail
+    cfg = BackwardConfig(TILE_M, TILE_N, WIDTH, TAIL, DYNAMIC, DQ, ADD,
+                         dq_descs[0].block_shape[0] // 2,
+                         dq_descs[1].block_shape[0] // 2)  # fmt: skip
     seqlen = SeqlenInfo(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k, num_heads,
                         group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT)  # fmt: skip
     mirror = SeqlenInfo(cu_seqlens_k, cu_seqlens_q, seqlen_k, seqlen_q, total_k, total_q, num_heads,
@@ -609,29 +627,38 @@ def backward_kernel(
     params = BackwardParams(
         seqlen, mirror, blocks, order, scale, softmax_scale, num_sequences, parts, cfg
     )
+    q = make_pipeline(q_desc, Q_STAGES, 2, 1, PIPELINE_BARRIER)
+    rows = make_linked_stages(rows_desc, Q_STAGES)
+    dout = make_pipeline(dout_desc, DOUT_STAGES, 2, 1, PIPELINE_BARRIER + Q_STAGES)
+    k = make_pipeline(k_desc, 1, 2)
+    v = make_pipeline(v_desc, 1, 2)
     pipes = BackwardPipelines(
-        make_pipeline(q_desc, Q_STAGES, 2, 1, PIPELINE_BARRIER),
-        make_linked_stages(rows_desc, Q_STAGES),
-        make_pipeline(dout_desc, DOUT_STAGES, 2, 1, PIPELINE_BARRIER + Q_STAGES),
-        make_pipeline(k_desc, 1, 2),
-        make_pipeline(v_desc, 1, 2),
+        q, rows, dout, k, v,
         make_tile_exchange(q_desc.dtype, TILE_N, TILE_M),
         make_work_queue(3 if DQ else 2, 1),
-    )
-    out = GradOutput(dk_desc, dv_desc, make_store_queue(dq_desc, 2))
+        make_tail(q, q_tail), make_tail(dout, dout_tail), make_tail(k, k_tail),
+        make_tail(v, v_tail),
+    )  # fmt: skip
+    dq = make_store_queue(dq_desc, 2)
+    out = GradOutput(dk_desc, dv_desc, dq, dk_desc, dv_desc, dq.smem)
+    if TAIL:
+        tail_smem = make_linked_stages(dk_tail, 2).smem
+        out = GradOutput(dk_desc, dv_desc, dq, dk_tail, dv_tail, tail_smem)
+    producer_args = ((q_desc, q_tail), rows_desc, (dout_desc, dout_tail), (k_desc, k_tail),
+                     (v_desc, v_tail), counter, pipes, params)  # fmt: skip
     sync_with_previous_kernel()
     if DQ:
         gl.warp_specialize([
             (consume, (out, pipes, params, 0)),
             (consume, (out, pipes, params, 1)),
-            (produce, (q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, params)),
-            (store_dq, (dq_desc, out, pipes, params)),
+            (produce, producer_args),
+            (store_dq, (dq_descs, out, pipes, params)),
         ], [4, 1, 1], [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (out, pipes, params, 0)),
             (consume, (out, pipes, params, 1)),
-            (produce, (q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, params)),
+            (produce, producer_args),
         ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     out.dq.close()
     pipes.close()

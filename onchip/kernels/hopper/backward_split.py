@@ -9,8 +9,9 @@
             <---- b0.empty ----------  acc += ds b0[i] (one iteration later), release b0[i]
 
 There are seven or eight products instead of backward.py's five, but no sum in memory. This is the
-deterministic backward, and the only one at head_dim 256, where dk and dv of a tile together do not
-fit the registers.
+deterministic backward, and the only one of more than 128 columns, where dk and dv of a tile
+together do not fit the registers. Of 160 and 192 columns, the last 32 and 64 are a tail
+(column_tails.py), in each operand and in the gradient.
 
 The own side is the one for which the gradient is computed: 64 rows for each consumer stay in shared
 memory, a0 (q or k) and a1 (dout or v). b0 (k or q) and b1 (v or dout) stream past. Scores are (own,
@@ -25,10 +26,22 @@ tiles of 64. The queries 128..255 see the key tiles 0..3: 0 and 1 are full, 2 an
 backward.py computes all gradients in one kernel; docs/kernels.md derives both.
 """
 
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from onchip.kernels.hopper.aggregate import aggregate
 from onchip.kernels.hopper.block_sparse import BlockEntries, BlockMaskLists, num_listed_tiles
+from onchip.kernels.hopper.column_tails import (
+    get_columns,
+    get_opaque_columns,
+    load_with_tail,
+    make_tail,
+    scale_columns,
+    start_inner_product,
+    start_outer_product,
+    store_gradient,
+    wait_products,
+    zero_columns,
+)
 from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.mask import (
     apply_block_mask,
@@ -44,8 +57,6 @@ from onchip.kernels.hopper.pipeline import (
     make_linked_stages,
     make_pipeline,
     make_work_queue,
-    store_halves,
-    store_tile,
     store_wait,
     sync_with_previous_kernel,
 )
@@ -63,7 +74,7 @@ from onchip.kernels.hopper.tile_scheduler import (
 @aggregate
 class SplitPipelines:
     """Pipelines between producer and consumers. rows (lse and delta of streamed queries) arrive
-    with b0.
+    with b0. Tails arrive and leave with the columns before them (column_tails.py).
     """
 
     a0: Pipeline
@@ -72,6 +83,10 @@ class SplitPipelines:
     b1: Pipeline
     rows: LinkedStages
     work_queue: WorkQueue
+    a0_tail: LinkedStages
+    a1_tail: LinkedStages
+    b0_tail: LinkedStages
+    b1_tail: LinkedStages
 
     @gluon.jit
     def close(self):
@@ -85,12 +100,16 @@ class SplitPipelines:
 @aggregate
 class SplitConfig:
     """KEYS: keys own the tile. VALUES: dv. OWN_IN_REGISTERS: a0 and a1 are kept in registers too.
-    Layouts: S of scores (64, TILE), G of the gradient (64, WIDTH), A of ds or p as the left
-    operand, H of a0 and a1 as left operands.
+    TAIL: columns of the gradient behind WIDTH, or 0. TAIL_0, TAIL_1: whether a0 and b0, a1 and b1
+    have tails. Layouts: S of scores (64, TILE), G of the gradient (64, WIDTH), A of ds or p as the
+    left operand, H of a0 and a1 as left operands; G_TAIL and A_TAIL of a product with a tail.
     """
 
     TILE: gl.constexpr
     WIDTH: gl.constexpr
+    TAIL: gl.constexpr
+    TAIL_0: gl.constexpr
+    TAIL_1: gl.constexpr
     KEYS: gl.constexpr
     VALUES: gl.constexpr
     OWN_IN_REGISTERS: gl.constexpr
@@ -99,12 +118,17 @@ class SplitConfig:
     G: gl.constexpr
     A: gl.constexpr
     H: gl.constexpr
+    G_TAIL: gl.constexpr
+    A_TAIL: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, TILE, WIDTH, KEYS, VALUES, OWN_IN_REGISTERS, DYNAMIC):
+    def __init__(self, TILE, WIDTH, TAIL, TAIL_0, TAIL_1, KEYS, VALUES, OWN_IN_REGISTERS, DYNAMIC):
         wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
         self.TILE = gl.constexpr(TILE)
         self.WIDTH = gl.constexpr(WIDTH)
+        self.TAIL = gl.constexpr(TAIL)
+        self.TAIL_0 = gl.constexpr(TAIL_0)
+        self.TAIL_1 = gl.constexpr(TAIL_1)
         self.KEYS = gl.constexpr(KEYS)
         self.VALUES = gl.constexpr(VALUES)
         self.OWN_IN_REGISTERS = gl.constexpr(OWN_IN_REGISTERS)
@@ -113,6 +137,8 @@ class SplitConfig:
         self.G = gl.constexpr(wide(WIDTH))
         self.A = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 2))
         self.H = gl.constexpr(gl.DotOperandLayout(0, wide(TILE), 2))
+        self.G_TAIL = gl.constexpr(wide(TAIL or WIDTH))
+        self.A_TAIL = gl.constexpr(gl.DotOperandLayout(0, wide(TAIL or WIDTH), 2))
 
 
 @aggregate
@@ -238,8 +264,10 @@ def mask_head(params, work_tile, g):
 
 
 @gluon.jit
-def produce(a0_desc, a1_desc, b0_desc, b1_desc, rows_desc, counter, pipes, params):
-    """The producer's loop over own tiles, and over the tiles of the other side."""
+def produce(a0, a1, b0, b1, rows_desc, counter, pipes, params):
+    """The producer's loop over own tiles, and over the tiles of the other side. a0, a1, b0, b1:
+    (descriptor, descriptor of the tail or None).
+    """
     seqlen, cfg = params.seqlen, params.cfg
     i = 0  # tiles of the other side loaded
     t = 0  # own tiles loaded
@@ -255,9 +283,9 @@ def produce(a0_desc, a1_desc, b0_desc, b1_desc, rows_desc, counter, pipes, param
                 at = seqlen.coord(work_tile.batch, work_tile.head, work_tile.start,
                                   work_tile.length, work_tile.row + 64 * c)  # fmt: skip
                 pipes.a0.wait_empty(2 * t + c)
-                pipes.a0.load(2 * t + c, a0_desc, at)
+                load_with_tail(pipes.a0, pipes.a0_tail, 2 * t + c, a0[0], a0[1], at)
                 if not cfg.VALUES:
-                    pipes.a1.load(2 * t + c, a1_desc, at)
+                    load_with_tail(pipes.a1, pipes.a1_tail, 2 * t + c, a1[0], a1[1], at)
             t += 1
             for g in range(params.repeats()):
                 walk, entries = make_walk(params, work_tile, mask_head(params, work_tile, g))
@@ -269,12 +297,14 @@ def produce(a0_desc, a1_desc, b0_desc, b1_desc, rows_desc, counter, pipes, param
                                       work_tile.length_other, n * cfg.TILE)  # fmt: skip
                     pipes.b0.wait_empty(i)
                     if cfg.KEYS:
+                        linked_bytes: gl.constexpr = rows_desc.block_type.nbytes
+                        load_with_tail(pipes.b0, pipes.b0_tail, i, b0[0], b0[1], at, linked_bytes)
                         tile_coord = [(first_tile + n) * (2 * cfg.TILE)]
-                        pipes.b0.load_with(i, b0_desc, at, pipes.rows, rows_desc, tile_coord)
+                        pipes.b0.load_linked(i, rows_desc, tile_coord, pipes.rows)
                     else:
-                        pipes.b0.load(i, b0_desc, at)
+                        load_with_tail(pipes.b0, pipes.b0_tail, i, b0[0], b0[1], at)
                     pipes.b1.wait_empty(i)
-                    pipes.b1.load(i, b1_desc, at)
+                    load_with_tail(pipes.b1, pipes.b1_tail, i, b1[0], b1[1], at)
                     i += 1
         work_index = next_work_index(counter, work_index, params.order.num_tiles, cfg.DYNAMIC)
     push_index(pipes.work_queue, num_pushed, work_index, cfg.DYNAMIC)
@@ -358,16 +388,36 @@ def compute_p(pipes, params, own, s, i):
 
 
 @gluon.jit
-def start_product(pipeline, a, iteration, b, i, cfg):
-    """Start a b of 64 own rows against TILE rows of the other side; a is in registers if
-    OWN_IN_REGISTERS.
+def start_s(pipes, cfg, a0, iteration, i):
+    """Start s = a0 b0 of 64 own rows against iteration i of the other side; a0 is in registers if
+    OWN_IN_REGISTERS. Otherwise its address is opaque.
     """
     zero = gl.zeros([64, cfg.TILE], gl.float32, cfg.S)
+    b0 = get_columns(pipes.b0, pipes.b0_tail, i, cfg.TAIL_0)
     if cfg.OWN_IN_REGISTERS:
-        return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+        return start_inner_product(a0, b0, zero)
     else:
-        a = pipeline.opaque_stage(iteration, i)
-        return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+        a0 = get_opaque_columns(pipes.a0, pipes.a0_tail, iteration, i, cfg.TAIL_0)
+        return start_inner_product(a0, b0, zero)
+
+
+@gluon.jit
+def start_dp(pipes, cfg, a1, iteration, i):
+    """Start dp = a1 b1 of 64 own rows against iteration i of the other side."""
+    zero = gl.zeros([64, cfg.TILE], gl.float32, cfg.S)
+    b1 = get_opaque_columns(pipes.b1, pipes.b1_tail, i, i, cfg.TAIL_1)
+    if cfg.OWN_IN_REGISTERS:
+        return start_inner_product(a1, b1, zero)
+    else:
+        a1 = get_opaque_columns(pipes.a1, pipes.a1_tail, iteration, i, cfg.TAIL_1)
+        return start_inner_product(a1, b1, zero)
+
+
+@gluon.jit
+def start_sum(pipeline, tail, cfg, left, acc, i):
+    """Start acc += left b of iteration i of b0 or b1: as many wgmma groups as acc has tiles."""
+    b = get_columns(pipeline, tail, i, cfg.TAIL > 0)
+    return start_outer_product(left, b, acc, cfg.A_TAIL)
 
 
 @gluon.jit
@@ -388,32 +438,34 @@ def fold_ds(pipes, params, work_tile, iteration, a0, a1, own, acc, i, g):
     of tile i are in flight together; the exponentials run under dp.
     """
     cfg = params.cfg
+    S: gl.constexpr = 2 if cfg.TAIL_0 else 1  # wgmma groups
+    DP: gl.constexpr = 2 if cfg.TAIL_1 else 1
     walk, entries = make_walk(params, work_tile, mask_head(params, work_tile, g))
     if walk.count > 0:
         n, bits = get_listed_tile(params, walk, entries, 0)
         pipes.b0.wait_full(i)
-        s_next = start_product(pipes.a0, a0, iteration, pipes.b0.stage(i), i, cfg)
+        s_next = start_s(pipes, cfg, a0, iteration, i)
         pipes.b1.wait_full(i)
-        dp_next = start_product(pipes.a1, a1, iteration, pipes.b1.opaque_stage(i, i), i, cfg)
-        s = warpgroup_mma_wait(num_outstanding=1, deps=(s_next,))
+        dp_next = start_dp(pipes, cfg, a1, iteration, i)
+        s = warpgroup_mma_wait(num_outstanding=DP, deps=(s_next,))
         ds = compute_ds(pipes, params, work_tile, walk, own, s, dp_next, i, n, bits)
         n, bits = get_listed_tile(params, walk, entries, 1)
         for j in range(1, walk.count):
             n_next, bits_next = get_listed_tile(params, walk, entries, j + 1)
-            acc_next = warpgroup_mma(ds, pipes.b0.stage(i), acc, is_async=True)
+            acc_next = start_sum(pipes.b0, pipes.b0_tail, cfg, ds, acc, i)
             i += 1
             pipes.b0.wait_full(i)
-            s_next = start_product(pipes.a0, a0, iteration, pipes.b0.stage(i), i, cfg)
+            s_next = start_s(pipes, cfg, a0, iteration, i)
             pipes.b1.wait_full(i)
-            dp_next = start_product(pipes.a1, a1, iteration, pipes.b1.opaque_stage(i, i), i, cfg)
-            acc = warpgroup_mma_wait(num_outstanding=2, deps=(acc_next,))
+            dp_next = start_dp(pipes, cfg, a1, iteration, i)
+            acc = wait_products(S + DP, acc_next)
             pipes.b0.release(i - 1)
-            s = warpgroup_mma_wait(num_outstanding=1, deps=(s_next,))
+            s = warpgroup_mma_wait(num_outstanding=DP, deps=(s_next,))
             ds = compute_ds(pipes, params, work_tile, walk, own, s, dp_next, i, n, bits)
             n = n_next
             bits = bits_next
-        acc_next = warpgroup_mma(ds, pipes.b0.stage(i), acc, is_async=True)
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
+        acc_next = start_sum(pipes.b0, pipes.b0_tail, cfg, ds, acc, i)
+        acc = wait_products(0, acc_next)
         pipes.b0.release(i)
         i += 1
     return acc, i
@@ -427,7 +479,7 @@ def fold_p(pipes, params, work_tile, iteration, own, acc, i, g):
     if walk.count > 0:
         n, bits = get_listed_tile(params, walk, entries, 0)
         pipes.b0.wait_full(i)
-        s_next = start_product(pipes.a0, None, iteration, pipes.b0.stage(i), i, cfg)
+        s_next = start_s(pipes, cfg, None, iteration, i)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
         s = mask_scores(params, work_tile, walk, params.scale.apply_softcap(s), n, bits)
         p = compute_p(pipes, params, own, s, i)
@@ -438,28 +490,41 @@ def fold_p(pipes, params, work_tile, iteration, own, acc, i, g):
             n_next, bits_next = get_listed_tile(params, walk, entries, j + 1)
             i += 1
             pipes.b0.wait_full(i)
-            s_next = start_product(pipes.a0, None, iteration, pipes.b0.stage(i), i, cfg)
+            s_next = start_s(pipes, cfg, None, iteration, i)
             pipes.b1.wait_full(i - 1)
-            acc_next = warpgroup_mma(p, pipes.b1.stage(i - 1), acc, is_async=True)
-            s = warpgroup_mma_wait(num_outstanding=1, deps=(s_next,))
+            acc_next = start_sum(pipes.b1, pipes.b1_tail, cfg, p, acc, i - 1)
+            s = warpgroup_mma_wait(num_outstanding=len(acc_next), deps=(s_next,))
             s = mask_scores(params, work_tile, walk, params.scale.apply_softcap(s), n, bits)
             p_wide = compute_p(pipes, params, own, s, i)
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
+            acc = wait_products(0, acc_next)
             pipes.b0.release(i)
             pipes.b1.release(i - 1)
             p = gl.convert_layout(p_wide.to(pipes.b0.smem.dtype), cfg.A)
             n = n_next
             bits = bits_next
         pipes.b1.wait_full(i)
-        acc_next = warpgroup_mma(p, pipes.b1.stage(i), acc, is_async=True)
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
+        acc_next = start_sum(pipes.b1, pipes.b1_tail, cfg, p, acc, i)
+        acc = wait_products(0, acc_next)
         pipes.b1.release(i)
         i += 1
     return acc, i
 
 
 @gluon.jit
-def consume(out_desc, pipes, params, C: gl.constexpr):
+def load_own(pipeline, tail, iteration, cfg, HAS_TAIL: gl.constexpr):
+    """a0 or a1 of 64 own rows, in registers if OWN_IN_REGISTERS."""
+    own = get_columns(pipeline, tail, iteration, HAS_TAIL)
+    if cfg.OWN_IN_REGISTERS:
+        loaded = ()
+        for x in gl.static_range(len(own)):
+            loaded = loaded + (own[x].load(cfg.H),)
+        return loaded
+    else:
+        return own
+
+
+@gluon.jit
+def consume(out_desc, out_tail, pipes, params, C: gl.constexpr):
     """A consumer's loop over own tiles, and over the tiles of the other side."""
     seqlen, cfg = params.seqlen, params.cfg
     i = 0  # tiles of the other side seen
@@ -470,7 +535,7 @@ def consume(out_desc, pipes, params, C: gl.constexpr):
         first = params.work_tile(work_index, 0)
         if first.row < first.length:
             work_tile = params.work_tile(work_index, C)
-            acc = gl.zeros([64, cfg.WIDTH], gl.float32, cfg.G)
+            acc = zero_columns(cfg.WIDTH, cfg.TAIL, cfg.G, cfg.G_TAIL)
             own = load_own_stats(params, work_tile)
             iteration = 2 * t + C
             pipes.a0.wait_full(iteration)
@@ -479,21 +544,16 @@ def consume(out_desc, pipes, params, C: gl.constexpr):
                     acc, i = fold_p(pipes, params, work_tile, iteration, own, acc, i, g)
             else:
                 pipes.a1.wait_full(iteration)
-                a0 = pipes.a0.stage(iteration)
-                a1 = pipes.a1.stage(iteration)
-                if cfg.OWN_IN_REGISTERS:
-                    a0 = a0.load(cfg.H)
-                    a1 = a1.load(cfg.H)
+                a0 = load_own(pipes.a0, pipes.a0_tail, iteration, cfg, cfg.TAIL_0)
+                a1 = load_own(pipes.a1, pipes.a1_tail, iteration, cfg, cfg.TAIL_1)
                 for g in range(params.repeats()):
                     acc, i = fold_ds(pipes, params, work_tile, iteration, a0, a1, own, acc, i, g)
             at = seqlen.coord(
                 work_tile.batch, work_tile.head, work_tile.start, work_tile.length, work_tile.row
             )
-            stage = pipes.a0.tma_stage(iteration)
-            if out_desc.dtype == gl.float32:
-                store_halves(out_desc, at, stage, acc * params.factor)
-            else:
-                store_tile(out_desc, at, stage, (acc * params.factor).to(out_desc.dtype))
+            stage, tail_stage = pipes.a0.tma_stage(iteration), pipes.a0_tail.stage(iteration)
+            acc = scale_columns(acc, params.factor)
+            store_gradient(out_desc, out_tail, at, stage, tail_stage, acc)
             store_wait(0)
             pipes.a0.release(iteration)  # and a1, which is loaded with it
             t += 1
@@ -510,8 +570,8 @@ _RUNTIME = [
 
 @gluon.jit(do_not_specialize=_RUNTIME)
 def backward_split_kernel(
-    a0_desc, a1_desc, b0_desc, b1_desc, rows_desc, rows_ptr, out_desc, cu_seqlens,
-    cu_seqlens_other, counter,
+    a0_desc, a1_desc, b0_desc, b1_desc, rows_desc, rows_ptr, out_desc,
+    a0_tail, a1_tail, b0_tail, b1_tail, out_tail, cu_seqlens, cu_seqlens_other, counter,
     full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles, tiles,
     length, length_other, total, total_other, num_heads, group_size, left, right, mask_b, mask_h,
     tiles_m, l2_group, num_tiles, num_sequences, scale_log2, inner, factor,
@@ -522,9 +582,11 @@ def backward_split_kernel(
     PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """left, right and lengths belong to the own side: for keys, queries and keys
-    are exchanged.
+    are exchanged. a0_tail ... out_tail: descriptors of the columns behind the others, or None.
     """
-    cfg = SplitConfig(TILE, WIDTH, KEYS, VALUES, OWN_IN_REGISTERS, DYNAMIC)
+    TAIL: gl.constexpr = 0 if out_tail is None else (b1_tail if VALUES else b0_tail).block_shape[-1]
+    cfg = SplitConfig(TILE, WIDTH, TAIL, b0_tail is not None, b1_tail is not None, KEYS, VALUES,
+                      OWN_IN_REGISTERS, DYNAMIC)  # fmt: skip
     seqlen = SeqlenInfo(cu_seqlens, cu_seqlens_other, length, length_other, total, total_other,
                         num_heads, group_size, left, right, PACKED, HAS_LEFT,
                         HAS_RIGHT)  # fmt: skip
@@ -540,13 +602,17 @@ def backward_split_kernel(
     b0 = make_pipeline(b0_desc, B0_STAGES, 2)
     b1 = make_pipeline(b1_desc, B1_STAGES, 2)
     pipes = SplitPipelines(
-        a0, a1, b0, b1, make_linked_stages(rows_desc, B0_STAGES), make_work_queue(2, 1)
-    )
+        a0, a1, b0, b1, make_linked_stages(rows_desc, B0_STAGES), make_work_queue(2, 1),
+        make_tail(a0, a0_tail), make_tail(a1, None if VALUES else a1_tail), make_tail(b0, b0_tail),
+        make_tail(b1, b1_tail),
+    )  # fmt: skip
+    producer_args = ((a0_desc, a0_tail), (a1_desc, a1_tail), (b0_desc, b0_tail),
+                     (b1_desc, b1_tail), rows_desc, counter, pipes, params)  # fmt: skip
     sync_with_previous_kernel()
     gl.warp_specialize([
-        (consume, (out_desc, pipes, params, 0)),
-        (consume, (out_desc, pipes, params, 1)),
-        (produce, (a0_desc, a1_desc, b0_desc, b1_desc, rows_desc, counter, pipes, params)),
+        (consume, (out_desc, out_tail, pipes, params, 0)),
+        (consume, (out_desc, out_tail, pipes, params, 1)),
+        (produce, producer_args),
     ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     pipes.close()
     if not VALUES:

@@ -13,7 +13,7 @@ from functools import partial
 
 from onchip.core.backend import AccumulateFn, Backend, KeySplits, MergeFn, lacks
 from onchip.core.device import DeviceInfo
-from onchip.core.problem import LOW_PRECISIONS, Problem, Tensors
+from onchip.core.problem import EIGHT_BIT_PRECISIONS, Problem, Tensors
 from onchip.cost.hardware import Hardware, planned_for
 from onchip.kernels.hopper.tile_plan import describe_tiles
 from onchip.kernels.runtime.launcher import on_device
@@ -35,14 +35,14 @@ OPTIONS = {
     *("has_positions", "first_head"),  # they change ALiBi and dropout alone, which it lacks
 }
 PRECISION_OPTIONS = {
-    *("causal", "window_size", "packed", "deterministic", "has_sinks"),
+    *("causal", "window_size", "packed", "deterministic", "has_sinks", "page_size", "page_dtype"),
     *("has_positions", "first_head", "wide_grads"),
 }
 
 
 class HopperBackend(Backend):
     options = OPTIONS
-    precisions = (None, *LOW_PRECISIONS)
+    precisions = (None, *EIGHT_BIT_PRECISIONS)
 
     def supports(self, problem: Problem, device: DeviceInfo) -> str | None:
         if device.type != "cuda" or device.capability != (9, 0):
@@ -173,7 +173,9 @@ def splits_keys(problem: Problem) -> bool:
 
 
 def _supports_precision(problem: Problem) -> str | None:
-    """q, k and v of any layout are quantised into new tensors: TMA stores out alone."""
+    """q, k and v of any layout, and keys in any pages, are quantised into new tensors: TMA stores
+    out alone.
+    """
     if problem.head_dim_v % 8:
         return f"TMA needs 16-byte aligned rows of out, not of head_dim_v={problem.head_dim_v}"
     if problem.precision == "int8_pv16" and not problem.aligned:
@@ -181,7 +183,22 @@ def _supports_precision(problem: Problem) -> str | None:
     if problem.precision == "int8_pv16" and max(problem.head_dim, problem.head_dim_v) > 128:
         return "in precision='int8_pv16' has no room for head_dim > 128 on the chip"
     reason = lacks(problem, PRECISION_OPTIONS)
+    if problem.page_size and reason is None:
+        reason = _lacks_pages_of(problem)
     return None if reason is None else f"in precision={problem.precision!r} {reason}"
+
+
+def _lacks_pages_of(problem: Problem) -> str | None:
+    """Blocks of pages are laid out for queries of one length. How many keys are summed at a time,
+    to subtract their mean, depends on the longest row of the page table.
+    """
+    if problem.precision == "int8_pv16":
+        return "has no pages: it reads v in 16 bits as it is"
+    if problem.packed:
+        return "reads pages for dense queries alone, not for packed ones"
+    if problem.deterministic:
+        return "reads no pages with deterministic: a mean depends on the width of the page table"
+    return None
 
 
 def _decodes_kv8(problem: Problem) -> bool:

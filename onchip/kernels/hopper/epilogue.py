@@ -3,7 +3,7 @@
 from triton.language.extra.cuda import gdc_wait
 
 from onchip.kernels.hopper.aggregate import aggregate
-from onchip.kernels.hopper.column_tails import wait_pv
+from onchip.kernels.hopper.column_tails import wait_products
 from onchip.kernels.hopper.gluon_types import gl, gluon
 from onchip.kernels.hopper.pipeline import (
     LinkedStages,
@@ -192,7 +192,7 @@ def merge_out(out, params, work_tile, acc_next, inverse, previous_weight, iterat
     if cfg.TAIL:
         tail = out.previous_tail.matrix(iteration).load(cfg.O_TAIL)
         before = before + (normalize(tail, previous_weight),)
-    acc = wait_pv(acc_next)
+    acc = wait_products(0, acc_next)
     merged = ()
     for x in gl.static_range(len(acc)):
         merged = merged + (before[x] + normalize(acc[x], inverse),)
@@ -219,7 +219,7 @@ def finish(out, params, work_tile, before, acc_next, m, l, t, C: gl.constexpr):
         iteration = t * params.cfg.CONSUMERS + C
         merge_out(out, params, work_tile, acc_next, inverse, previous_weight, iteration)
     else:
-        acc = wait_pv(acc_next)
+        acc = wait_products(0, acc_next)
         rows = ()
         for x in gl.static_range(len(acc)):
             rows = rows + (normalize(acc[x], inverse),)

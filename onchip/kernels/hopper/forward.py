@@ -4,18 +4,24 @@
   ---------------------------                 ------------------------------------------------
   take a work index --- work_queue ---------> pop_work
   TMA K[0] ---------- k.full ---------------> wait for Q, then for K[0]
-  TMA Q[t, c] ------- q.full --------------->           S = Q K[0]
+  TMA Q[t, c] ------- q.full --------------->           S = Q K[0], P = exp2(S - m), row sums l
+            <-------- k.empty ----------------  release K[0]
   TMA K[i] ---------- k.full ---------------> loop over key tiles:
                                                 start   S' = Q K[i]      (wgmma, asynchronous)
+                                                O *= alpha of tile i - 1 (RESCALE_UNDER_QK)
   TMA V[i] ---------- v.full --------------->   start   O += P V[i-1]    (wgmma, asynchronous)
                                                 wait S', P = exp2(S' - m), row sums l
             <-------- k.empty ----------------  wait O, release K[i] (and with it V[i-1])
+                                                O *= alpha of tile i     (otherwise)
             <-------- q.empty ----------------  release Q, O += P V[last], O / l
                                                 epilogue.py: lse, O -> smem -> TMA store
-  pingpong: consumer c issues its wgmma, then signals consumer c + 1.
+  K[i], V[i]: the key tile of iteration i, from the last key tile to the first: K[0] is at the
+  diagonal. k.empty is an mbarrier, or with NAMED_BARRIERS (head_dim 128) a named barrier.
+  PINGPONG (head_dim 64): consumer c signals consumer c + 1 when its scores are complete.
   The first work index is the number of the program, the next ones are drawn from a counter.
 
-Each consumer computes the scores of key tile i while it accumulates the values of tile i - 1.
+Each consumer computes the scores of key tile i while it accumulates the values of tile i - 1, or
+with OVERLAP=False after them; then the other consumers alone keep the tensor cores busy.
 Programs are persistent: the producer loads the next tile of queries while the consumers store the
 last.
 
@@ -39,11 +45,12 @@ from onchip.kernels.hopper.block_sparse import (
     StripView,
 )
 from onchip.kernels.hopper.column_tails import (
+    load_q,
     make_tail,
     rescale_acc,
     start_pv,
     start_qk,
-    wait_pv,
+    wait_products,
     zero_acc,
 )
 from onchip.kernels.hopper.epilogue import (
@@ -60,6 +67,7 @@ from onchip.kernels.hopper.mask import BlockRange, apply_block_mask, apply_windo
 from onchip.kernels.hopper.paging import make_paged_kv
 from onchip.kernels.hopper.params import ForwardConfig, ForwardParams, ForwardPipelines, WorkTile
 from onchip.kernels.hopper.pipeline import (
+    FORWARD_BARRIER,
     make_linked_stages,
     make_pingpong,
     make_pipeline,
@@ -124,12 +132,12 @@ def mask_scores(params, work_tile, s, n, bits, words, is_masked):
 
 
 @gluon.jit
-def start_first_qk(pipes, cfg, i_q, i, C: gl.constexpr):
+def start_first_qk(pipes, cfg, q, i, C: gl.constexpr):
     """Start S = Q K of iteration i, the first key tile of a tile of queries."""
     pipes.k.wait_full(i)
     if cfg.PINGPONG:
         pipes.pingpong.wait_turn(C, i)
-    s_next = start_qk(pipes, cfg, i_q, i)
+    s_next = start_qk(pipes, cfg, q, i)
     if cfg.PINGPONG:
         pipes.pingpong.signal_next(C)
     return s_next
@@ -158,59 +166,73 @@ def finish_first_tile(params, work_tile, s, n, bits, is_masked, dtype: gl.conste
 
 
 @gluon.jit
-def start_tile(pipes, cfg, i_q, p, acc, alpha, i, last, C: gl.constexpr):
+def start_tile(pipes, cfg, q, p, acc, alpha, i, last, C: gl.constexpr):
     """Start (S = Q K of iteration i, O += P V of iteration `last`). With RESCALE_UNDER_QK, acc is
-    multiplied by alpha here, while the tensor cores compute S.
+    multiplied by alpha here, while the tensor cores compute S. Without OVERLAP, O is complete
+    before S is started: then S takes the registers of P.
     """
     pipes.k.wait_full(i)
-    if cfg.PINGPONG:
-        pipes.pingpong.wait_turn(C, i)
-    s_next = start_qk(pipes, cfg, i_q, i)
-    if cfg.RESCALE_UNDER_QK:
-        acc = rescale_acc(acc, alpha, cfg)
-    pipes.v.wait_full(last)
-    return s_next, start_pv(pipes, cfg, p, acc, last)
+    if cfg.OVERLAP:
+        if cfg.PINGPONG:
+            pipes.pingpong.wait_turn(C, i)
+        s_next = start_qk(pipes, cfg, q, i)
+        if cfg.RESCALE_UNDER_QK:
+            acc = rescale_acc(acc, alpha, cfg)
+        pipes.v.wait_full(last)
+        return s_next, start_pv(pipes, cfg, p, acc, last)
+    else:
+        pipes.v.wait_full(last)
+        if cfg.PINGPONG:
+            pipes.pingpong.wait_turn(C, i)
+        acc = wait_products(0, start_pv(pipes, cfg, p, acc, last))
+        return start_qk(pipes, cfg, q, i), acc
 
 
 @gluon.jit
 def finish_tile(pipes, params, work_tile, s_next, acc_next, alpha, m, l, i, n, bits, is_masked,
                 dtype: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """(p, acc, alpha, m, l) after key tile n; its scores were started as iteration i. alpha
-    passes through unless RESCALE_UNDER_QK.
+    """(p, acc, alpha, m, l) after key tile n; its scores were started as iteration i. With
+    RESCALE_UNDER_QK, acc is returned in units of the maximum before this tile, and alpha is what
+    start_tile multiplies it by. Otherwise acc is up to date, and alpha passes through, unused.
     """
     cfg = params.cfg
     words = prefetch_mask_words(params, work_tile, n, bits)
-    s_next = warpgroup_mma_wait(num_outstanding=len(acc_next), deps=(s_next,))
+    under_softmax: gl.constexpr = len(acc_next) if cfg.OVERLAP else 0
+    s_next = warpgroup_mma_wait(num_outstanding=under_softmax, deps=(s_next,))
     if cfg.PINGPONG:
         pipes.pingpong.signal_next(C)
+    if not cfg.OVERLAP:
+        pipes.k.release(i)
     s = params.scale.apply_softcap(s_next)
     s = mask_scores(params, work_tile, s, n, bits, words, is_masked)
-    p_wide, m, shrink = softmax(s, m, params)
+    p_wide, m, new_alpha = softmax(s, m, params)
     if cfg.DELAY_PV_WAIT:
         p_wide = delay_wait(p_wide, cfg.DELAY_PV_WAIT)
-    l = l * broadcast_to_lane_sums(shrink, l) + lane_sums(p_wide)
-    acc = wait_pv(acc_next)
-    pipes.k.release(i)
+    l = l * broadcast_to_lane_sums(new_alpha, l) + lane_sums(p_wide)
+    acc = acc_next
+    if cfg.OVERLAP:
+        acc = wait_products(0, acc_next)
+        pipes.k.release(i)  # not before: V[i - 1], which O has read, is released with it
     if cfg.RESCALE_UNDER_QK:
-        alpha = shrink
+        alpha = new_alpha
     else:
-        acc = rescale_acc(acc, shrink, cfg)
+        acc = rescale_acc(acc, new_alpha, cfg)
     return gl.convert_layout(p_wide.to(dtype), cfg.P), acc, alpha, m, l
 
 
 @gluon.jit
-def fold_tile(pipes, params, work_tile, i_q, p, acc, alpha, m, l, i, n, bits,
+def fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n, bits,
               MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """Fold key tile n as iteration i, for the queries of iteration i_q: its scores are computed
-    while the values of iteration i - 1 are accumulated.
+    """Fold key tile n as iteration i: its scores are computed while the values of iteration i - 1
+    are accumulated, or with OVERLAP=False after them.
     """
-    s_next, acc_next = start_tile(pipes, params.cfg, i_q, p, acc, alpha, i, i - 1, C)
+    s_next, acc_next = start_tile(pipes, params.cfg, q, p, acc, alpha, i, i - 1, C)
     return finish_tile(pipes, params, work_tile, s_next, acc_next, alpha, m, l, i, n, bits, MASKED,
                        pipes.q.smem.dtype, C)  # fmt: skip
 
 
 @gluon.jit
-def fold_band(pipes, params, work_tile, own_blocks, i_q, p, acc, m, l, i, C: gl.constexpr):
+def fold_band(pipes, params, work_tile, own_blocks, q, p, acc, m, l, i, C: gl.constexpr):
     """Fold the key tiles of own_blocks after the first: cut by the diagonal, full, cut by the left
     edge of the window. Cut tiles are unrolled, not looped. Otherwise p, carried from loop to loop
     in 16 bits, would be repacked in every iteration (64 more instructions of 520).
@@ -222,25 +244,25 @@ def fold_band(pipes, params, work_tile, own_blocks, i_q, p, acc, m, l, i, C: gl.
     for x in gl.static_range(CUTS - 1 if seqlen.HAS_RIGHT else 0):
         n = own_blocks.hi - 2 - x
         if n >= own_blocks.full_hi:
-            p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, i_q, p, acc, alpha, m, l, i,
+            p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i,
                                             n, -1, True, C)  # fmt: skip
             i += 1
     whole_hi = gl.minimum(own_blocks.full_hi, own_blocks.hi - 1)
     for n in range(whole_hi - 1, own_blocks.full_lo - 1, -1):
-        p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, i_q, p, acc, alpha, m, l, i, n,
+        p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n,
                                         -1, False, C)  # fmt: skip
         i += 1
     for x in gl.static_range(CUTS if seqlen.HAS_LEFT else 0):
         n = gl.minimum(own_blocks.full_lo, whole_hi) - 1 - x
         if n >= own_blocks.lo:
-            p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, i_q, p, acc, alpha, m, l, i,
+            p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i,
                                             n, -1, True, C)  # fmt: skip
             i += 1
     return p, acc, alpha, m, l, i
 
 
 @gluon.jit
-def fold_blocks(pipes, params, work_tile, entries, count, i_q, p, acc, m, l, i, C: gl.constexpr):
+def fold_blocks(pipes, params, work_tile, entries, count, q, p, acc, m, l, i, C: gl.constexpr):
     """Fold the tiles that a mask lists; the list is read one tile ahead. gl.assume(i > 0) makes the
     stage of an iteration one instruction instead of four or five. fold_band gains nothing by it
     (and loses 3 % at head_dim 256).
@@ -250,7 +272,7 @@ def fold_blocks(pipes, params, work_tile, entries, count, i_q, p, acc, m, l, i, 
     for j in range(1, count):
         gl.assume(i > 0)
         n_next, bits_next = params.blocks.tile(entries, j + 1, params.cfg.TILE_N)
-        p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, i_q, p, acc, alpha, m, l, i, n,
+        p, acc, alpha, m, l = fold_tile(pipes, params, work_tile, q, p, acc, alpha, m, l, i, n,
                                         bits, True, C)  # fmt: skip
         i += 1
         n = n_next
@@ -259,7 +281,7 @@ def fold_blocks(pipes, params, work_tile, entries, count, i_q, p, acc, m, l, i, 
 
 
 @gluon.jit
-def fold_strip(pipes, params, work_tile, strip_view, i_q, p, acc, m, l, last, C: gl.constexpr):
+def fold_strip(pipes, params, work_tile, strip_view, q, p, acc, m, l, last, C: gl.constexpr):
     """Fold the entries that a consumer sees of a strip, the first of which is iteration `last`.
     Between two of its own there may be one entry of the other side. It is skipped when the values
     before it are accumulated; not at the end of that loop iteration, where the compiler would pack
@@ -277,7 +299,7 @@ def fold_strip(pipes, params, work_tile, strip_view, i_q, p, acc, m, l, last, C:
         i = last + 1 + far
         gl.assume(last >= 0)  # see fold_blocks
         gl.assume(i >= 0)
-        s_next, acc_next = start_tile(pipes, params.cfg, i_q, p, acc, alpha, i, last, C)
+        s_next, acc_next = start_tile(pipes, params.cfg, q, p, acc, alpha, i, last, C)
         pending = far
         far = entry.far()
         at = strip_view.after(at, far)
@@ -297,7 +319,8 @@ def fold_strip(pipes, params, work_tile, strip_view, i_q, p, acc, m, l, last, C:
 def skip_linked_tile(pipes, i):
     """Skip K/V tile i, which only other warpgroups use, after K[i + 1] was released. Wait for V[i]
     before releasing K[i]: otherwise V's stage could be refilled, and its barrier complete a second
-    phase before this warpgroup has seen the first.
+    phase before this warpgroup has seen the first. (skip_tiles releases K[i] first: it has not
+    released K[i + 1] yet, without which V[i]'s stage is not refilled.)
     """
     gl.assume(i >= 0)
     pipes.k.wait_full(i)
@@ -342,39 +365,40 @@ class ConsumerWork:
 @gluon.jit
 def pop_work(pipes, params, t, C: gl.constexpr):
     """The work of consumer C for the t-th item."""
-    first = params.unpack_tile(pipes.work_queue.pop(t))
-    work_tile = params.consumer_tile(first, C)
+    program_tile = params.unpack_tile(pipes.work_queue.pop(t))
+    work_tile = params.consumer_tile(program_tile, C)
     zero = t * 0  # a tensor, not a constexpr
     if params.STRIPS:
-        entries = params.strip_view(first, work_tile)
+        entries = params.strip_view(program_tile, work_tile)
         total = entries.total()
         blocks = BlockRange(zero, zero, total, total)
         behind = gl.where(entries.count > 0, entries.bottom, total)
         own_blocks = BlockRange(behind, behind, behind, entries.top + 1)
     elif params.blocks.ON:
-        entries, count = params.list_blocks(first)
+        entries, count = params.list_blocks(program_tile)
         blocks = BlockRange(zero, zero, count, count)
         own_blocks = blocks
     else:
         entries = BlockEntries(zero, zero, zero, zero)
-        blocks = params.block_range(first, params.cfg.CONSUMERS)
+        blocks = params.block_range(program_tile, params.cfg.CONSUMERS)
         own_blocks = params.block_range(work_tile, 1)
-    return ConsumerWork(first.row >= 0, work_tile, blocks, own_blocks, entries)
+    return ConsumerWork(program_tile.row >= 0, work_tile, blocks, own_blocks, entries)
 
 
 @gluon.jit
 def compute_first_qk(pipes, cfg, work, i_q, i, C: gl.constexpr):
-    """(scores of the first key tile that a consumer sees, its iteration)"""
+    """(scores of the first key tile that a consumer sees, its iteration, Q: see load_q)"""
     i = skip_tiles(pipes, cfg, i, work.blocks.hi - work.own_blocks.hi, C)
     pipes.q.wait_full(i_q)
-    s_next = start_first_qk(pipes, cfg, i_q, i, C)
+    q = load_q(pipes, cfg, i_q)
+    s_next = start_first_qk(pipes, cfg, q, i, C)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
     pipes.k.release(i)
-    return s, i
+    return s, i, q
 
 
 @gluon.jit
-def fold(pipes, params, work, i_q, s, i, C: gl.constexpr):
+def fold(pipes, params, work, q, s, i, C: gl.constexpr):
     """Fold all key tiles of `work`. s: the scores of the first one, iteration i."""
     work_tile, own_blocks = work.work_tile, work.own_blocks
     acc = zero_acc(params.cfg)
@@ -383,16 +407,16 @@ def fold(pipes, params, work, i_q, s, i, C: gl.constexpr):
         entry = work.entries.entry(work.entries.at(work.entries.top))
         n, bits = entry.tile(work_tile.seqlen_k)
         p, m, l = finish_first_tile(params, work_tile, s, n, bits, entry.is_masked(), dtype)
-        return fold_strip(pipes, params, work_tile, work.entries, i_q, p, acc, m, l, i, C)
+        return fold_strip(pipes, params, work_tile, work.entries, q, p, acc, m, l, i, C)
     elif params.blocks.ON:
         n, bits = params.blocks.tile(work.entries, 0, params.cfg.TILE_N)
         p, m, l = finish_first_tile(params, work_tile, s, n, bits, True, dtype)
         return fold_blocks(
-            pipes, params, work_tile, work.entries, own_blocks.hi, i_q, p, acc, m, l, i + 1, C
+            pipes, params, work_tile, work.entries, own_blocks.hi, q, p, acc, m, l, i + 1, C
         )
     else:
         p, m, l = finish_first_tile(params, work_tile, s, own_blocks.hi - 1, -1, True, dtype)
-        return fold_band(pipes, params, work_tile, own_blocks, i_q, p, acc, m, l, i + 1, C)
+        return fold_band(pipes, params, work_tile, own_blocks, q, p, acc, m, l, i + 1, C)
 
 
 @gluon.jit
@@ -401,11 +425,13 @@ def attend_tile(out, pipes, params, work, t, i, C: gl.constexpr):
     cfg = params.cfg
     EARLY: gl.constexpr = not (out.STAGED and cfg.OUT_IN_Q)  # the output does not overwrite Q
     iteration = t * cfg.CONSUMERS + C
-    s, i = compute_first_qk(pipes, cfg, work, iteration, i, C)
+    s, i, q = compute_first_qk(pipes, cfg, work, iteration, i, C)
+    if EARLY and cfg.Q_IN_REGISTERS:
+        pipes.q.release(iteration)
     release_previous_out(out, cfg, t - 1, C)
     prefetch_lse(out, params, work.work_tile)
-    p, acc, alpha, m, l, i = fold(pipes, params, work, iteration, s, i, C)
-    if EARLY:
+    p, acc, alpha, m, l, i = fold(pipes, params, work, q, s, i, C)
+    if EARLY and not cfg.Q_IN_REGISTERS:
         pipes.q.release(iteration)
     if cfg.RESCALE_UNDER_QK:
         acc = rescale_acc(acc, alpha, cfg)
@@ -486,6 +512,7 @@ def forward_kernel(
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, OUT_IN_Q: gl.constexpr, RESCALE: gl.constexpr,
     EMULATED_EXP2: gl.constexpr, RESCALE_UNDER_QK: gl.constexpr, DELAY_PV_WAIT: gl.constexpr,
+    OVERLAP: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
     NAMED_BARRIERS: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
     PAGE_SIZE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -507,6 +534,8 @@ def forward_kernel(
         DELAY_PV_WAIT,
         QK_TAIL=QK_TAIL,
         TAIL=TAIL,
+        OVERLAP=OVERLAP,
+        Q_IN_REGISTERS=Q_IN_REGISTERS,
     )
     seqlen = SeqlenInfo(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k, num_heads,
                         group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT, GROUP)  # fmt: skip
@@ -526,7 +555,9 @@ def forward_kernel(
         seqlen, blocks, pages, order, SoftmaxScale(scale_log2, inner, SOFTCAP), cfg, batch
     )
     q = make_pipeline(q_desc, Q_STAGES * CONSUMERS, 1)
-    k = make_pipeline(k_desc, STAGES, CONSUMERS, pages.PARTS, 8 if NAMED_BARRIERS else 0)
+    k = make_pipeline(
+        k_desc, STAGES, CONSUMERS, pages.PARTS, FORWARD_BARRIER if NAMED_BARRIERS else 0
+    )
     v = make_pipeline(v_desc, STAGES, CONSUMERS, pages.PARTS)
     pipes = ForwardPipelines(
         q, k, v, make_work_queue(CONSUMERS, params.FIELDS), make_pingpong(CONSUMERS),

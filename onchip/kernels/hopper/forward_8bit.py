@@ -22,6 +22,8 @@ Programs, work queue and pipelines are forward.py's. The differences:
   factor.
 - q and k may be integers with a scale for each token (INT8_QK): a factor for each row and each
   column of the scores. v, and with it p, may stay in 16 bits (PV16).
+- Keys that were in pages (PAGED) are read like those of a dense call: quantisation has copied them
+  to blocks. Only their lengths are those of the pages, which are known on the device alone.
 
 Worked shape: batch 1, 1 head, 300 tokens, head_dim 128: q, k and v are 3 blocks of 128 tokens, so
 there are 3 scales each. The last block has 44 tokens; the other 84 are zeros.
@@ -48,6 +50,7 @@ from onchip.kernels.hopper.mask import BlockRange, apply_window
 from onchip.kernels.hopper.paging import make_paged_kv
 from onchip.kernels.hopper.params import ForwardConfig, ForwardParams, ForwardPipelines, WorkTile
 from onchip.kernels.hopper.pipeline import (
+    FORWARD_BARRIER,
     make_pingpong,
     make_pipeline,
     make_work_queue,
@@ -439,11 +442,11 @@ _RUNTIME = [
 @gluon.jit(do_not_specialize=_RUNTIME)
 def forward_8bit_kernel(
     q_desc, k_desc, v_desc, out_ref, lse_ptr, sinks_ptr, q_scales, kv_scales, k_tokens,
-    cu_seqlens_q, cu_seqlens_k, counter,
+    cu_seqlens_q, cu_seqlens_k, cache_seqlens, counter,
     seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right, dim, rows_per_batch,
     tiles_m, l2_group, num_tiles, blocks_q, blocks_k, batch, scale_log2,
-    WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SINKS: gl.constexpr, STAGED: gl.constexpr,
+    WIDTH: gl.constexpr, PACKED: gl.constexpr, PAGED: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_SINKS: gl.constexpr, STAGED: gl.constexpr,
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, NAMED_BARRIERS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
@@ -457,14 +460,15 @@ def forward_8bit_kernel(
                         group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT)  # fmt: skip
     none = counter
     blocks = BlockMaskLists(none, none, none, none, none, none, batch, batch, False)
-    pages = make_paged_kv(none, none, batch, batch, batch, batch, batch, 0, TILE_N)
+    SLOTS: gl.constexpr = TILE_N if PAGED else 0  # a block is a page; nothing reads a table
+    pages = make_paged_kv(none, cache_seqlens, batch, blocks_k, batch, batch, batch, SLOTS, TILE_N)
     order = TileOrder(tiles_m, l2_group, num_tiles, HAS_RIGHT)
     params = ForwardParams(
         seqlen, blocks, pages, order, SoftmaxScale(scale_log2, scale_log2, False), cfg, batch
     )
     quant = QuantBlocks(q_scales, kv_scales, k_tokens, blocks_q, blocks_k, INT8_QK, PV16)
     q = make_pipeline(q_desc, Q_STAGES * CONSUMERS, 1)
-    k = make_pipeline(k_desc, STAGES, CONSUMERS, 1, 8 if NAMED_BARRIERS else 0)
+    k = make_pipeline(k_desc, STAGES, CONSUMERS, 1, FORWARD_BARRIER if NAMED_BARRIERS else 0)
     v = make_pipeline(v_desc, STAGES, CONSUMERS)
     pipes = ForwardPipelines(
         q, k, v, make_work_queue(CONSUMERS, params.FIELDS), make_pingpong(CONSUMERS),

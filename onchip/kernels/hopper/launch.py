@@ -14,6 +14,7 @@ from onchip.core.backend import Result, empty_result
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.hopper.forward import forward_kernel
 from onchip.kernels.hopper.tensors import (
+    CAN_KEEP_IN_REGISTERS,
     Descriptor,
     batch_head_strides,
     descriptor,
@@ -188,4 +189,6 @@ def _constants(config: HopperConfig, early: bool) -> dict:
         "EMULATED_EXP2": config.emulated_exp2,
         "RESCALE_UNDER_QK": config.rescale_under_qk,
         "DELAY_PV_WAIT": config.delay_pv_wait,
+        "OVERLAP": config.overlap,
+        "Q_IN_REGISTERS": config.q_in_registers and CAN_KEEP_IN_REGISTERS,
     }

@@ -56,7 +56,8 @@ def launch_attention(problem: Problem, x: Tensors, operands: Any, out: Tensor, l
     tiles_m = -(-problem.seqlen_q // (64 * config.consumers))
     num_tiles = tiles_m * num_head_tiles
     programs = min(num_tiles, num_sms(x.q.device))
-    uneven = left is not None or right is not None or problem.packed
+    paged = problem.page_size > 0
+    uneven = left is not None or right is not None or problem.packed or paged
     dynamic = (uneven or config.dynamic) and num_tiles > programs
     staged = problem.out_dtype.itemsize == 2
     _forward_8bit_kernel[(programs,)](
@@ -68,14 +69,15 @@ def launch_attention(problem: Problem, x: Tensors, operands: Any, out: Tensor, l
         lse if x.sinks is None else x.sinks, q.scales, pairs, k.scales,
         lse if x.cu_seqlens_q is None else x.cu_seqlens_q,
         lse if x.cu_seqlens_k is None else x.cu_seqlens_k,
+        lse if x.cache_seqlens is None else x.cache_seqlens.contiguous(),
         counter(lse.device) if dynamic else lse.view(torch.int32),
         problem.seqlen_q, problem.seqlen_k, x.q.shape[0], x.k.shape[0],
         problem.num_heads, problem.group_size, left or 0, right or 0,
         problem.head_dim_v, problem.seqlen_q, tiles_m, _l2_group(problem, num_head_tiles),
         num_tiles, q.count, k.count, problem.batch, softmax_scales(problem)[0],
-        WIDTH=part, PACKED=problem.packed, HAS_LEFT=left is not None, HAS_RIGHT=right is not None,
-        HAS_SINKS=x.sinks is not None, STAGED=staged, PINGPONG=config.pingpong,
-        DYNAMIC=uneven or config.dynamic, **tile_constants(config),
+        WIDTH=part, PACKED=problem.packed, PAGED=paged, HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None, HAS_SINKS=x.sinks is not None, STAGED=staged,
+        PINGPONG=config.pingpong, DYNAMIC=uneven or config.dynamic, **tile_constants(config),
     )  # fmt: skip
 
 

@@ -2,17 +2,17 @@
 
   prepare_kernel ---> backward_kernel ------> finish_kernel        dq: fp32 accumulator, any order
   prepare_kernel ---> backward_kernel (dk, dv), backward_split_kernel (dq)  deterministic, few keys
-  prepare_kernel ---> backward_split_kernel (dk), (dv), (dq)                head_dim 256
+  prepare_kernel ---> backward_split_kernel (dk), (dv), (dq)                wide heads
 
 One kernel (backward.py) computes all gradients where dq may be summed in the order in which tiles
 finish, and where that is faster (tiles.hopper_splits_dq). Otherwise dq has a kernel of its own
-(backward_split.py), and at head_dim 256 dk and dv too.
+(backward_split.py), and where dk and dv together do not fit the registers, they have one each.
 
 Two buffers connect the kernels. In both, every sequence of every head starts a new tile of queries
 (index: backward.BackwardParams.padded_tile). `rows` has tile_m times lse in base 2 for each tile,
-then tile_m times delta. The fp32 accumulator of dq has the 64 x 64 parts of each tile in the order
-of backward.to_fragment_order. Example: 300 tokens and tile_m = 64 are 5 tiles for each head; the
-last one has 44 rows, and 20 with lse = +inf.
+then tile_m times delta. The fp32 accumulator of dq has the two parts of each tile
+(tiles.dq_part_columns) in the order of backward_products.to_fragment_order. Example: 300 tokens and
+tile_m = 64 are 5 tiles for each head; the last one has 44 rows, and 20 with lse = +inf.
 """
 
 from functools import cache
@@ -30,6 +30,7 @@ from onchip.kernels.hopper.backward import backward_kernel
 from onchip.kernels.hopper.launch_backward_split import compute_dk, compute_dq, compute_dv
 from onchip.kernels.hopper.tensors import (
     BackwardArguments,
+    Descriptor,
     descriptor,
     grad_descriptor,
     num_sms,
@@ -41,15 +42,19 @@ from onchip.kernels.hopper.tile_plan import L2_BACKWARD, divide_group, l2_group_
 from onchip.kernels.runtime.counters import counter
 from onchip.kernels.runtime.launcher import CachedLauncher, on_device
 from onchip.kernels.tiles import (
+    HOPPER_SPLIT_ALL,
     HopperBackwardConfig,
+    dq_part_columns,
     hopper_backward_config,
+    hopper_backward_widths,
     hopper_split_config,
     hopper_splits_dq,
     hopper_width,
+    split_columns,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
-PART = tl.constexpr(64 * 64)  # of dq, one consumer's part of a tile
+ROWS = tl.constexpr(64)  # of one consumer's part of dq
 SUMS = tl.constexpr(1024)  # elements of dk or dv that a program adds at a time
 _ADDING_PROGRAMS = 8  # of add_shares_kernel on each processor
 Pair = tuple[Tensor, Tensor]
@@ -68,7 +73,7 @@ def backward(
     delta = None if x.sinks is None else torch.empty_like(lse)
     dout = _prepare(problem, buffers, x, (out, lse, dout, dlse), delta)
     shares = UNDIVIDED if buffers.dq is None else Shares.of(problem, x)
-    if buffers.width == 256:
+    if buffers.width >= HOPPER_SPLIT_ALL:
         dk = compute_dk(problem, x, dout, buffers.rows, buffers.counters[0])
         dv = compute_dv(problem, x, dout, buffers.rows, buffers.counters[1])
     else:
@@ -99,14 +104,15 @@ def _without_scores(
 
 
 class BackwardBuffers(NamedTuple):
-    """Tile shape, lengths and buffers of one call. `lengths`: num_heads, seqlen_q, total_q,
-    num_sequences, and the number of tiles of the longest sequence. Without an accumulator a
-    separate kernel computes dq. `counters`: one for each kernel with dynamic scheduling, 16 bytes
-    apart.
+    """Tile shape, lengths and buffers of one call. `width`: of the wider operands; `padded`: as a
+    power of two. `lengths`: num_heads, seqlen_q, total_q, num_sequences, and the number of tiles of
+    the longest sequence. Without an accumulator a separate kernel computes dq. `counters`: one for
+    each kernel with dynamic scheduling, 16 bytes apart.
     """
 
     tile_m: int
     width: int
+    padded: int
     lengths: tuple[int, int, int, int, int]
     rows: Tensor
     dq: Tensor | None
@@ -114,7 +120,7 @@ class BackwardBuffers(NamedTuple):
 
     @staticmethod
     def of(problem: Problem, x: Tensors, splits_dq: bool = False) -> "BackwardBuffers":
-        width = hopper_width(max(problem.head_dim, problem.head_dim_v))
+        width = max(hopper_backward_widths(problem))
         tile_m = hopper_split_config(width).tile
         tiles = -(-problem.seqlen_q // tile_m)
         total_q = x.q.shape[0]
@@ -124,13 +130,25 @@ class BackwardBuffers(NamedTuple):
         dq = None if splits_dq else x.q.new_empty(num_rows * width, dtype=torch.float32)
         lengths = (problem.num_heads, problem.seqlen_q, total_q, problem.batch, tiles)
         counters = x.q.new_empty(4, 4, dtype=torch.int32)
-        return BackwardBuffers(tile_m, width, lengths, rows, dq, counters)
+        padded = hopper_width(max(problem.head_dim, problem.head_dim_v))
+        return BackwardBuffers(tile_m, width, padded, lengths, rows, dq, counters)
 
     @property
     def num_programs(self) -> int:
         """Query tiles of all heads and sequences."""
         num_heads, _, _, num_sequences, tiles = self.lengths
         return num_heads * num_sequences * tiles
+
+    @property
+    def dq_columns(self) -> tuple[int, int]:
+        """The columns of the two parts of a tile of dq."""
+        return dq_part_columns(self.tile_m, *split_columns(self.width))
+
+    @property
+    def dq_constants(self) -> dict[str, int]:
+        """The accumulator of dq, as prepare_kernel and finish_kernel take it."""
+        columns, tail = split_columns(self.width)
+        return {"COLUMNS": columns, "TAIL": tail, "TILE_M": self.tile_m}
 
 
 class Shares(NamedTuple):
@@ -217,15 +235,20 @@ def _locate(cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles
 def prepare_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, rows_ptr, dq_ptr, counters_ptr, cu_seqlens_q,
     num_heads, seqlen_q, total_q, num_sequences, num_tiles,
-    HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
+    TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """Fill `rows`, and clear the counters and the accumulator of dq, if there is one. delta =
-    rowsum(out * dout) - dlse. Rows that see no key and rows past the end get lse = +inf, so that p
-    = exp2(s - lse) = 0. delta is also stored like lse if delta_ptr is given.
+    """Fill `rows`, and clear the counters and the accumulator of dq, if there is one, of COLUMNS
+    and TAIL. WIDTH: columns of out as a power of two. delta = rowsum(out * dout) - dlse. Rows that
+    see no key and rows past the end get lse = +inf, so that p = exp2(s - lse) = 0. delta is also
+    stored like lse if delta_ptr is given.
+
+    The last tile comes first: what is cleared last is still in the L2 when it is added to first.
+    The accumulator is cleared while out and dout are loaded.
     """
     gdc_wait()
     gdc_launch_dependents()
-    program = tl.program_id(0)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     if program == 0:
         tl.store(counters_ptr + tl.arange(0, 16), tl.zeros([16], tl.int32))
     h, first, first_lse, length, tile, padded = _locate(
@@ -242,6 +265,13 @@ def prepare_kernel(
     mask = inside[:, None] & (cols < HEAD_DIM_V)[None, :]
     out = tl.load(out_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     dout = tl.load(dout_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if dq_ptr is not None:
+        first_number = dq_ptr + padded.to(tl.int64) * (TILE_M * (COLUMNS + TAIL))
+        pointers = first_number + tl.arange(0, TILE_M * COLUMNS)
+        tl.store(pointers, tl.zeros([TILE_M * COLUMNS], tl.float32))
+        if TAIL > 0:
+            pointers = first_number + TILE_M * COLUMNS + tl.arange(0, TILE_M * TAIL)
+            tl.store(pointers, tl.zeros([TILE_M * TAIL], tl.float32))
     delta = tl.sum(out * dout, 1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + first_lse + row, mask=inside, other=0.0)
@@ -252,10 +282,6 @@ def prepare_kernel(
     pointers = rows_ptr + padded.to(tl.int64) * (2 * TILE_M) + lane
     tl.store(pointers, tl.where(sees, lse * LOG2E, float("inf")))
     tl.store(pointers + TILE_M, tl.where(sees, delta, 0.0))
-    if dq_ptr is not None:
-        first_number = dq_ptr + padded.to(tl.int64) * (TILE_M * WIDTH)
-        pointers = first_number + tl.arange(0, TILE_M * WIDTH)
-        tl.store(pointers, tl.zeros([TILE_M * WIDTH], tl.float32))
 
 
 @triton.jit
@@ -292,41 +318,66 @@ def add_shares_kernel(
     _sum_shares(dv_shares_ptr, dv_ptr, num_dv, dv_per_batch, dv_stride, parts, HEAD_DIM_V, ADD)
 
 
-@triton.jit(do_not_specialize=_LENGTHS)
-def finish_kernel(
-    acc_ptr, dq_ptr, dk_shares_ptr, dk_ptr, dv_shares_ptr, dv_ptr, cu_seqlens_q, num_heads,
-    seqlen_q, total_q, num_sequences, num_tiles, softmax_scale, rows_per_batch, num_dk, num_dv,
-    parts, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr,
-    TILE_M: tl.constexpr, ADD: tl.constexpr,
+@triton.jit
+def _finish_part(
+    acc_ptr, dq_ptr, first_number, first, h, num_heads, row, length, first_col, softmax_scale,
+    N: tl.constexpr, HEAD_DIM: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dq = softmax_scale * accumulator in the dtype of dq, a part of 64 x 64 for each program. ADD:
-    add to dq. If groups of heads are divided, also dk and dv from the shares of the parts.
-    """
-    PARTS: tl.constexpr = TILE_M * WIDTH // PART
-    ACROSS: tl.constexpr = WIDTH // 64
-    gdc_wait()
-    gdc_launch_dependents()
-    if dk_shares_ptr is not None:
-        _sum_shares(dk_shares_ptr, dk_ptr, num_dk, None, None, parts, HEAD_DIM, False)
-        _sum_shares(dv_shares_ptr, dv_ptr, num_dv, None, None, parts, HEAD_DIM_V, False)
-    part = tl.program_id(0) % PARTS
-    h, first, _, length, tile, padded = _locate(
-        cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles,
-        rows_per_batch if ADD else seqlen_q, tl.program_id(0) // PARTS, TILE_M,
-    )  # fmt: skip
-    row = tile * TILE_M + part // ACROSS * 64
-    if row >= length:
-        return
-    numbers = (padded.to(tl.int64) * PARTS + part) * PART + tl.arange(0, PART)
-    fragments = tl.load(acc_ptr + numbers).reshape([4, 8, 8, 4, 2, 2])
-    dq = fragments.permute([0, 4, 2, 1, 3, 5]).reshape([64, 64]) * softmax_scale
-    rows = row + tl.arange(0, 64)
-    cols = part % ACROSS * 64 + tl.arange(0, 64)
+    """dq of 64 queries and N columns, which begin at first_number in the accumulator."""
+    numbers = first_number + tl.arange(0, ROWS * N)
+    fragments = tl.load(acc_ptr + numbers).reshape([4, N // 8, 8, 4, 2, 2])
+    dq = fragments.permute([0, 4, 2, 1, 3, 5]).reshape([ROWS, N]) * softmax_scale
+    rows = row + tl.arange(0, ROWS)
+    cols = first_col + tl.arange(0, N)
     offsets = ((first + rows) * num_heads + h)[:, None] * HEAD_DIM + cols[None, :]
     mask = (rows < length)[:, None] & (cols < HEAD_DIM)[None, :]
     if ADD:
         dq += tl.load(dq_ptr + offsets, mask=mask, other=0.0)
     tl.store(dq_ptr + offsets, dq.to(dq_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def finish_kernel(
+    acc_ptr, dq_ptr, dk_shares_ptr, dk_ptr, dv_shares_ptr, dv_ptr, cu_seqlens_q, num_heads,
+    seqlen_q, total_q, num_sequences, num_tiles, softmax_scale, rows_per_batch, num_dk, num_dv,
+    parts, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr,
+    TAIL: tl.constexpr, TILE_M: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """dq = softmax_scale * accumulator in the dtype of dq, one of the two parts of a tile for each
+    program. ADD: add to dq. If groups of heads are divided, also dk and dv from the shares of the
+    parts. The last tile comes first: its sums are still in the L2.
+    """
+    N: tl.constexpr = COLUMNS if TAIL > 0 or TILE_M > ROWS else COLUMNS // 2  # of the first part
+    ACROSS: tl.constexpr = COLUMNS // N
+    gdc_wait()
+    gdc_launch_dependents()
+    if dk_shares_ptr is not None:
+        _sum_shares(dk_shares_ptr, dk_ptr, num_dk, None, None, parts, HEAD_DIM, False)
+        _sum_shares(dv_shares_ptr, dv_ptr, num_dv, None, None, parts, HEAD_DIM_V, False)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    part = program % 2
+    h, first, _, length, tile, padded = _locate(
+        cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles,
+        rows_per_batch if ADD else seqlen_q, program // 2, TILE_M,
+    )  # fmt: skip
+    if TAIL > 0:
+        row = tile * TILE_M
+        if row >= length:
+            return
+        first_number = padded.to(tl.int64) * (TILE_M * (COLUMNS + TAIL))
+        if part == 0:
+            _finish_part(acc_ptr, dq_ptr, first_number, first, h, num_heads, row, length, 0,
+                         softmax_scale, COLUMNS, HEAD_DIM, ADD)  # fmt: skip
+        else:
+            _finish_part(acc_ptr, dq_ptr, first_number + TILE_M * COLUMNS, first, h, num_heads, row,
+                         length, COLUMNS, softmax_scale, TAIL, HEAD_DIM, ADD)  # fmt: skip
+    else:
+        row = tile * TILE_M + part // ACROSS * ROWS
+        if row >= length:
+            return
+        first_number = (padded.to(tl.int64) * 2 + part) * (ROWS * N)
+        _finish_part(acc_ptr, dq_ptr, first_number, first, h, num_heads, row, length,
+                     part % ACROSS * N, softmax_scale, N, HEAD_DIM, ADD)  # fmt: skip
 
 
 _prepare_kernel = CachedLauncher(prepare_kernel)
@@ -344,7 +395,7 @@ def _prepare(
     _prepare_kernel[(buffers.num_programs,)](
         out, dout, lse, None if dlse is None else dlse.contiguous(), delta,
         buffers.rows, buffers.dq, buffers.counters, x.cu_seqlens_q, *buffers.lengths,
-        HEAD_DIM_V=out.shape[-1], WIDTH=buffers.width, TILE_M=buffers.tile_m,
+        HEAD_DIM_V=out.shape[-1], WIDTH=buffers.padded, **buffers.dq_constants,
         enable_fp_fusion=True, launch_pdl=True,
     )  # fmt: skip
     return dout.to(problem.dtype)  # out may have a wider dtype
@@ -359,13 +410,13 @@ def _finish(
     shares: Shares = UNDIVIDED,
     add: bool = False,
 ) -> None:
-    programs = buffers.num_programs * (buffers.tile_m * buffers.width // PART.value)
+    programs = 2 * buffers.num_programs
     dk, dv = keys or (dq, dq)  # placeholders, not written
     dk_shares, dv_shares = shares.pair or (None, None)
     _finish_kernel[(programs,)](
         buffers.dq, dq, dk_shares, dk, dv_shares, dv, cu_seqlens_q, *buffers.lengths,
         softmax_scale, dq.stride(0) // dq.stride(1), dk.numel(), dv.numel(), shares.parts,
-        HEAD_DIM=dq.shape[-1], HEAD_DIM_V=dv.shape[-1], WIDTH=buffers.width, TILE_M=buffers.tile_m,
+        HEAD_DIM=dq.shape[-1], HEAD_DIM_V=dv.shape[-1], **buffers.dq_constants,
         ADD=add, enable_fp_fusion=True, launch_pdl=True,
     )  # fmt: skip
 
@@ -392,6 +443,7 @@ def _launch_backward(
     add: bool = False,
 ) -> None:
     config, width = hopper_backward_config(buffers.width), buffers.width
+    columns, tail = split_columns(width)
     tiles_n = -(-problem.seqlen_k // config.tile_n)
     heads = problem.batch * problem.num_kv_heads * parts
     num_tiles = tiles_n * heads
@@ -401,16 +453,38 @@ def _launch_backward(
         problem, x, None if x.mask is None else x.mask.cols, buffers.counters
     )
     _backward_kernel[(min(num_tiles, num_sms(x.q.device)),)](
-        descriptor(x.q, config.tile_m, width), descriptor(x.k, config.tile_n, width),
-        descriptor(x.v, config.tile_n, width), descriptor(dout, config.tile_m, width),
+        descriptor(x.q, config.tile_m, columns), descriptor(x.k, config.tile_n, columns),
+        descriptor(x.v, config.tile_n, columns), descriptor(dout, config.tile_m, columns),
         vector_descriptor(buffers.rows, (2 * config.tile_m,)),
-        vector_descriptor(accumulator.view(-1, 32), (128, 32)),
-        *(grad_descriptor(t, width) for t in grads), *arguments.positional,
+        _part_descriptor(accumulator, buffers.dq_columns[0]),
+        *(grad_descriptor(t, columns) for t in grads),
+        *(_tail_descriptors(x, dout, accumulator, grads, config, tail) if tail else (None,) * 7),
+        *arguments.positional,
         tiles_n, _l2_group(problem, heads, width, parts), num_tiles, problem.batch, parts,
         scale, inner, problem.softmax_scale,
-        WIDTH=width, DQ=buffers.dq is not None, ADD=add,
+        WIDTH=columns, DQ=buffers.dq is not None, ADD=add,
         **arguments.constants, **_constants(config),
     )  # fmt: skip
+
+
+def _part_descriptor(accumulator: Tensor, columns: int) -> Descriptor:
+    """One consumer's part of dq: 64 queries in the order of to_fragment_order."""
+    return vector_descriptor(accumulator.view(-1, 32), (2 * columns, 32))
+
+
+def _tail_descriptors(
+    x: Tensors,
+    dout: Tensor,
+    accumulator: Tensor,
+    grads: Pair,
+    config: HopperBackwardConfig,
+    tail: int,
+) -> tuple[Descriptor, ...]:
+    """Of the last columns of q, k, v, dout, dq, dk and dv."""
+    keys = (descriptor(t, config.tile_n, tail) for t in (x.k, x.v))
+    grad_tails = (grad_descriptor(t, tail) for t in grads)
+    q, dout_tail = (descriptor(t, config.tile_m, tail) for t in (x.q, dout))
+    return q, *keys, dout_tail, _part_descriptor(accumulator, tail), *grad_tails
 
 
 @cache

@@ -5,14 +5,15 @@ programs draw work indices from it.
 from functools import cache
 from typing import NamedTuple
 
-import triton
 from torch import Tensor
 
 from onchip.core.backend import grad_dtype
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.hopper.backward_split import backward_split_kernel
 from onchip.kernels.hopper.tensors import (
+    CAN_KEEP_IN_REGISTERS,
     BackwardArguments,
+    Descriptor,
     descriptor,
     grad_descriptor,
     num_sms,
@@ -22,30 +23,32 @@ from onchip.kernels.hopper.tensors import (
 )
 from onchip.kernels.hopper.tile_plan import L2_BACKWARD, l2_group_size
 from onchip.kernels.runtime.launcher import CachedLauncher
-from onchip.kernels.tiles import HopperSplitConfig, hopper_split_config, hopper_width
+from onchip.kernels.tiles import (
+    HopperSplitConfig,
+    hopper_backward_widths,
+    hopper_split_config,
+    split_columns,
+)
 
 _backward_split_kernel = CachedLauncher(backward_split_kernel)
-# With own rows in registers, ptxas of Triton 3.9 makes every product wait for the last (the compile
-# tests show it). That of Triton 3.6 does not. Versions in between were not tried.
-_CAN_KEEP_OWN_IN_REGISTERS = triton.__version__.startswith("3.6")
 
 
 def compute_dq(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor) -> Tensor:
-    config = hopper_split_config(max(problem.head_dim, problem.head_dim_v))
+    config = hopper_split_config(max(hopper_backward_widths(problem)))
     return _launch(
         problem, x, _SplitOperands(x.q, dout, x.k, x.v, x.q, False, False, config), rows, counter
     )
 
 
 def compute_dk(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor) -> Tensor:
-    config = hopper_split_config(max(problem.head_dim, problem.head_dim_v))
+    config = hopper_split_config(max(hopper_backward_widths(problem)))
     return _launch(
         problem, x, _SplitOperands(x.k, x.v, x.q, dout, x.k, True, False, config), rows, counter
     )
 
 
 def compute_dv(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor) -> Tensor:
-    config = hopper_split_config(max(problem.head_dim, problem.head_dim_v))
+    config = hopper_split_config(max(hopper_backward_widths(problem)))
     # Without a1, shared memory has space for two stages of b1.
     config = config._replace(own_in_registers=False, b1_stages=2)
     return _launch(
@@ -72,7 +75,8 @@ def _launch(
     problem: Problem, x: Tensors, side: _SplitOperands, rows: Tensor, counter: Tensor
 ) -> Tensor:
     out = side.of.new_empty(side.of.shape, dtype=grad_dtype(problem))
-    width = hopper_width(max(problem.head_dim, problem.head_dim_v))
+    width, width_v = hopper_backward_widths(problem)
+    columns = split_columns(width), split_columns(width_v)
     tile = side.config.tile
     own, other, num_heads = problem.seqlen_q, problem.seqlen_k, problem.num_heads
     lists = None if x.mask is None else x.mask.rows
@@ -84,23 +88,34 @@ def _launch(
     scale, inner = softmax_scales(problem)
     arguments = BackwardArguments.of(problem, x, lists, counter, side.keys)
     _backward_split_kernel[(min(num_tiles, num_sms(x.q.device)),)](
-        descriptor(side.a0, 64, width), descriptor(side.a1, 64, width),
-        descriptor(side.b0, tile, width), descriptor(side.b1, tile, width),
-        vector_descriptor(rows, (2 * tile,)), rows,
-        grad_descriptor(out, width), *arguments.positional,
-        tiles_m,
-        l2_group_size(heads, other * _bytes_per_row(problem, width, side.keys), L2_BACKWARD),
+        *_operands(side, columns[0][0], columns[1][0]), vector_descriptor(rows, (2 * tile,)), rows,
+        grad_descriptor(out, columns[side.values][0]),
+        *_operands(side, columns[0][1], columns[1][1]),
+        grad_descriptor(out, columns[side.values][1]) if columns[side.values][1] else None,
+        *arguments.positional, tiles_m,
+        l2_group_size(
+            heads, other * _bytes_per_row(problem, width + width_v, side.keys), L2_BACKWARD
+        ),
         num_tiles, problem.batch, scale, inner, 1.0 if side.values else problem.softmax_scale,
-        WIDTH=width, KEYS=side.keys, VALUES=side.values,
+        WIDTH=columns[side.values][0], KEYS=side.keys, VALUES=side.values,
         **arguments.constants, **_constants(side.config),
     )  # fmt: skip
     return out
 
 
-def _bytes_per_row(problem: Problem, width: int, keys: bool) -> int:
-    """Bytes that stream for one row of an own head."""
+def _operands(side: _SplitOperands, width: int, width_v: int) -> tuple[Descriptor | None, ...]:
+    """a0, a1, b0 and b1, or their tails: None without columns."""
+    tile = side.config.tile
+    operands = (side.a0, 64, width), (side.a1, 64, width_v), (side.b0, tile, width), (
+        side.b1, tile, width_v,
+    )  # fmt: skip
+    return tuple(descriptor(t, rows, n) if n else None for t, rows, n in operands)
+
+
+def _bytes_per_row(problem: Problem, columns: int, keys: bool) -> int:
+    """Bytes that stream for one row of an own head; columns: of q and dout, or of k and v."""
     group = problem.group_size
-    both = 2 * width * problem.dtype.itemsize
+    both = columns * problem.dtype.itemsize
     return both * group if keys else max(1, both // group)
 
 
@@ -110,6 +125,6 @@ def _constants(config: HopperSplitConfig) -> dict:
         "TILE": config.tile,
         "B0_STAGES": config.b0_stages,
         "B1_STAGES": config.b1_stages,
-        "OWN_IN_REGISTERS": config.own_in_registers and _CAN_KEEP_OWN_IN_REGISTERS,
+        "OWN_IN_REGISTERS": config.own_in_registers and CAN_KEEP_IN_REGISTERS,
         **warp_constants(config),
     }

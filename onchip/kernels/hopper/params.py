@@ -47,10 +47,11 @@ class ForwardPipelines:
 @aggregate
 class ForwardConfig:
     """Compile-time choices of the forward. Layouts: S of scores (64, TILE_N), O of the output (64,
-    WIDTH), P of p as the left operand of PV. Operands of PV have BITS, operands of QK S_BITS.
+    WIDTH), Q of q and P of p as left operands. Operands of PV have BITS, operands of QK S_BITS.
     QK_TAIL, TAIL: columns of the tails of q and k, and of v and the output, 0 without a tail.
-    O_TAIL and P_TAIL: the layouts of PV's tail. OPAQUE_Q: scores of 128 keys and an output of more
-    than 128 columns leave no registers for the addresses of Q (column_tails.start_qk).
+    O_TAIL and P_TAIL: the layouts of PV's tail. OVERLAP, Q_IN_REGISTERS: see tiles.HopperConfig.
+    OPAQUE_Q: scores of 128 keys and an output of more than 128 columns leave no registers for the
+    addresses of Q (column_tails.start_qk).
     """
 
     TILE_N: gl.constexpr
@@ -63,7 +64,10 @@ class ForwardConfig:
     EMULATED_EXP2: gl.constexpr
     RESCALE_UNDER_QK: gl.constexpr
     DELAY_PV_WAIT: gl.constexpr
+    OVERLAP: gl.constexpr
+    Q_IN_REGISTERS: gl.constexpr
     S: gl.constexpr
+    Q: gl.constexpr
     O: gl.constexpr
     P: gl.constexpr
     QK_TAIL: gl.constexpr
@@ -76,6 +80,7 @@ class ForwardConfig:
     def __init__(
         self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, EMULATED_EXP2,
         RESCALE_UNDER_QK, DELAY_PV_WAIT, BITS=16, S_BITS=16, QK_TAIL=0, TAIL=0,
+        OVERLAP=True, Q_IN_REGISTERS=False,
     ):  # fmt: skip
         wide = lambda n, bits: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 256 // bits])
         self.TILE_N = gl.constexpr(TILE_N)
@@ -88,13 +93,17 @@ class ForwardConfig:
         self.EMULATED_EXP2 = gl.constexpr(EMULATED_EXP2)
         self.RESCALE_UNDER_QK = gl.constexpr(RESCALE_UNDER_QK)
         self.DELAY_PV_WAIT = gl.constexpr(DELAY_PV_WAIT)
+        self.OVERLAP = gl.constexpr(OVERLAP)
+        self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
         self.S = gl.constexpr(wide(TILE_N, S_BITS))
+        self.Q = gl.constexpr(gl.DotOperandLayout(0, wide(TILE_N, S_BITS), 32 // S_BITS))
         self.O = gl.constexpr(wide(WIDTH, BITS))
         self.P = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH, BITS), 32 // BITS))
         self.QK_TAIL = gl.constexpr(QK_TAIL)
         self.TAIL = gl.constexpr(TAIL)
         self.O_TAIL = gl.constexpr(wide(TAIL or WIDTH, BITS))
-        self.OPAQUE_Q = gl.constexpr(TILE_N >= 128 and TAIL > 0 and WIDTH + TAIL > 128)
+        opaque = TILE_N >= 128 and TAIL > 0 and WIDTH + TAIL > 128 and not Q_IN_REGISTERS
+        self.OPAQUE_Q = gl.constexpr(opaque)
         self.P_TAIL = gl.constexpr(gl.DotOperandLayout(0, wide(TAIL or WIDTH, BITS), 32 // BITS))
 
 

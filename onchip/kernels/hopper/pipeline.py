@@ -1,7 +1,7 @@
 """Pipelines: shared memory that moves between one producer warp and its consumer warpgroups.
 
   producer                    stage i % num_stages                  consumer
-  wait_empty(i)   <---------- mbarrier `empty` <------------------- release(i)
+  wait_empty(i)   <---------- mbarrier `empty`, or a named barrier  release(i)
   load(i, desc) --- TMA ----> tile
                   ----------> mbarrier `full`  -------------------> wait_full(i), stage(i)
 
@@ -86,15 +86,16 @@ def _as_2d_shape(shape):
 
 @aggregate
 class Pipeline:
-    """`num_stages` stages with a `full` and an `empty` barrier each. If `readers` is not 0, that
-    many threads release a stage through a named barrier instead of an mbarrier.
+    """`num_stages` stages with a `full` and an `empty` barrier each. If `participants` is not 0,
+    `empty` is not used: a stage is released through a named barrier, at which so many threads meet,
+    those of the consumers, which do not wait, and the producer's warp, which does.
     """
 
     smem: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     num_stages: gl.constexpr
-    readers: gl.constexpr = 0
+    participants: gl.constexpr = 0
     first_barrier: gl.constexpr = 0
 
     @gluon.jit
@@ -127,25 +128,33 @@ class Pipeline:
         iterations do not wait. With named barriers, call it exactly once for each iteration, in
         order.
         """
-        if self.readers == 0:
+        if self.participants == 0:
             mbarrier.wait(self.empty.index(i % self.num_stages), ((i // self.num_stages) & 1) ^ 1)
         elif i >= self.num_stages:
-            _named_barrier("sync", self.first_barrier + i % self.num_stages, self.readers)
+            _named_barrier("sync", self.first_barrier + i % self.num_stages, self.participants)
 
     @gluon.jit
     def release(self, i):
         """Consumer: iteration i is no longer read."""
-        if self.readers == 0:
+        if self.participants == 0:
             mbarrier.arrive(self.empty.index(i % self.num_stages), count=1)
         else:
-            _named_barrier("arrive", self.first_barrier + i % self.num_stages, self.readers)
+            _named_barrier("arrive", self.first_barrier + i % self.num_stages, self.participants)
 
     @gluon.jit
-    def load(self, i, desc, coord):
-        """Producer: load the tile of iteration i. Elements outside of the tensor arrive as 0."""
+    def load(self, i, desc, coord, linked_bytes: gl.constexpr = 0):
+        """Producer: load the tile of iteration i. Elements outside of the tensor arrive as 0.
+        linked_bytes: of the tiles that load_linked loads under the same barrier.
+        """
         full = self.full.index(i % self.num_stages)
-        mbarrier.expect(full, desc.block_type.nbytes)
+        mbarrier.expect(full, desc.block_type.nbytes + linked_bytes)
         _load(desc, coord, full, self.smem.index(i % self.num_stages))
+
+    @gluon.jit
+    def load_linked(self, i, desc, coord, linked):
+        """Producer, after load: load iteration i of `linked`, LinkedStages of this pipeline."""
+        full = self.full.index(i % self.num_stages)
+        _load(desc, coord, full, linked.smem.index(i % self.num_stages))
 
     @gluon.jit
     def expect_parts(self, i, desc, parts: gl.constexpr):
@@ -161,19 +170,9 @@ class Pipeline:
         _load(desc, coord, self.full.index(i % self.num_stages), part_of_stage)
 
     @gluon.jit
-    def load_with(self, i, desc, coord, other, other_desc, other_coord):
-        """Producer: load iteration i here and, under the same barrier, in `other`, which has as
-        many stages and no barriers of its own.
-        """
-        full = self.full.index(i % self.num_stages)
-        mbarrier.expect(full, desc.block_type.nbytes + other_desc.block_type.nbytes)
-        _load(desc, coord, full, self.smem.index(i % self.num_stages))
-        _load(other_desc, other_coord, full, other.smem.index(i % self.num_stages))
-
-    @gluon.jit
     def close(self):
         _invalidate(self.full, self.num_stages)
-        if self.readers == 0:
+        if self.participants == 0:
             _invalidate(self.empty, self.num_stages)
 
 
@@ -200,8 +199,10 @@ def make_pipeline(
         return Pipeline(smem, full, _make_barriers(num_stages, consumers), num_stages)
 
 
-# An SM has 16 named barriers. Triton uses them from 0 on, one for each partition. Ours: the stages
-# of pipelines, the two consumers of a StoreQueue, twice the two of a TileExchange.
+# A program has 16 named barriers. Triton uses them from 0 on, one for each partition. Ours in the
+# forward: up to four stages of keys. In the backward: the stages of pipelines, the two consumers of
+# a StoreQueue, twice the two of a TileExchange.
+FORWARD_BARRIER = gl.constexpr(8)
 PIPELINE_BARRIER = gl.constexpr(5)
 STORE_BARRIER = gl.constexpr(10)
 EXCHANGE_BARRIER = gl.constexpr(12)
@@ -222,7 +223,7 @@ def _named_barrier(what: gl.constexpr, barrier, threads: gl.constexpr):
 
 @aggregate
 class LinkedStages:
-    """Stages filled by Pipeline.load_with. They are full and empty together with
+    """Stages filled by Pipeline.load_linked. They are full and empty together with
     that pipeline's.
     """
 
@@ -238,6 +239,12 @@ class LinkedStages:
     def matrix(self, i):
         """The tile of iteration i, as a matrix."""
         stage = self.smem.index(i % self.num_stages)
+        return stage.reshape(_as_2d_shape(stage.shape))
+
+    @gluon.jit
+    def opaque_matrix(self, i, loop_index):
+        """The tile of iteration i, as a matrix: see Pipeline.opaque_stage."""
+        stage = self.smem.index(i % self.num_stages + (loop_index >> 30))
         return stage.reshape(_as_2d_shape(stage.shape))
 
 
@@ -547,6 +554,14 @@ def make_tile_exchange(dtype: gl.constexpr, rows: gl.constexpr, cols: gl.constex
     return TileExchange(gl.allocate_shared_memory(dtype, [3, rows, cols], layout))
 
 
+@gluon.jit
+def _first_rows(smem, rows: gl.constexpr):
+    if rows == smem.shape[0]:
+        return smem
+    else:
+        return smem.slice(0, rows, 0)
+
+
 @aggregate
 class StoreQueue:
     """Shared memory of each consumer, from which a storing warp adds tiles to global memory: the
@@ -564,10 +579,10 @@ class StoreQueue:
 
     @gluon.jit
     def put(self, i, me: gl.constexpr, value, wanted=True):
-        """Consumer: write tile i, if wanted."""
+        """Consumer: write tile i, if wanted. It may have fewer rows than the memory."""
         if wanted:
             self.wait_empty(i, me)
-            self.smem.index(me).store(value)
+            _first_rows(self.smem.index(me), value.shape[0]).store(value)
 
     @gluon.jit
     def send(self, me: gl.constexpr, wanted=True):
@@ -582,7 +597,7 @@ class StoreQueue:
     def add(self, desc, coord, consumer: gl.constexpr):
         """Storing warp: add the next tile of a consumer to global memory."""
         _named_barrier("sync", STORE_BARRIER + consumer, 160)
-        _reduce_add(desc, coord, self.smem.index(consumer))
+        _reduce_add(desc, coord, _first_rows(self.smem.index(consumer), desc.block_shape[0]))
         store_wait(0)
         mbarrier.arrive(self.empty.index(consumer), count=1)
 
@@ -706,4 +721,4 @@ def store_halves(desc, coord, smem, value, ADD: gl.constexpr = False):
     half: gl.constexpr = value.shape[1] // 2
     left, right = value.reshape([value.shape[0], 2, half]).permute((0, 2, 1)).split()
     store_tile(desc, coord, stage, left, ADD)
-    store_tile(desc, coord[:-1] + (gl.to_tensor(half),), stage, right, ADD)
+    store_tile(desc, coord[:-1] + (gl.to_tensor(coord[-1] + half),), stage, right, ADD)

@@ -1,7 +1,8 @@
 """The producer warp of the Hopper forward: it draws work, pushes it to the consumers, loads tiles.
 
 Order of the loads for 300 causal tokens, tiles of 128 queries (two consumers) and 128 keys, last
-queries first; Kn and Vn are key tile n, Qc the 64 queries of consumer c:
+queries first. Kn and Vn are key tile n (K[i] in forward.py: that of iteration i), Qc the 64 queries
+of consumer c:
   queries 256..299:  K2 Q0 Q1 V2 K1 V1 K0 V0
   queries 128..255:  K1 Q0 Q1 V1 K0 V0
   queries   0..127:  K0 Q0 Q1 V0

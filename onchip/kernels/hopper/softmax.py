@@ -11,8 +11,8 @@ RESCALE_THRESHOLD = gl.constexpr(8.0)  # how far a stale maximum may lag, in pow
 
 @aggregate
 class SoftmaxScale:
-    """scale_log2 turns scores into base-2 logits. With softcap, scores first become softcap *
-    tanh(x * inner).
+    """scale_log2 turns scores into base-2 logits. With softcap, scores first become tanh(y), y =
+    s * softmax_scale / softcap; inner is the factor in tanh(y) = 1 - 2 / (2^(s * inner) + 1).
     """
 
     scale_log2: gl.tensor
@@ -21,7 +21,7 @@ class SoftmaxScale:
 
     @gluon.jit
     def apply_softcap(self, s):
-        """s, or tanh(s * inner) with softcap (its factor is inside of scale_log2)."""
+        """s, or tanh(y) with softcap, whose outer factor is inside of scale_log2."""
         if self.SOFTCAP:
             return 1.0 - 2.0 / (gl.exp2(s * self.inner) + 1.0)
         else:
@@ -118,14 +118,12 @@ def softmax(s, m, params):
 @gluon.constexpr_function
 def _rescale_asm(pack):
     """A warp in which all rows have the factor 1 jumps over the multiplications."""
-    first, second = (
-        f"${2 * pack}",
-        f"${2 * pack + 2}",
-    )  # a thread has two rows, two elements of each in turn
+    # A thread has two rows, two elements of each in turn.
+    first, second = f"${2 * pack}", f"${2 * pack + 2}"
     vote = f"setp.neu.f32 p, {first}, 0f3F800000; setp.neu.f32 q, {second}, 0f3F800000;"
     vote += " or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE;"
-    compute_qk = " ".join(f"mul.f32 ${i}, ${i}, ${2 * pack + i};" for i in range(pack))
-    return "{ .reg .pred p, q; " + vote + " " + compute_qk + " DONE: }"
+    multiply = " ".join(f"mul.f32 ${i}, ${i}, ${2 * pack + i};" for i in range(pack))
+    return "{ .reg .pred p, q; " + vote + " " + multiply + " DONE: }"
 
 
 @gluon.constexpr_function
@@ -170,7 +168,8 @@ def reduce_lane_sums(l, layout: gl.constexpr):
 @gluon.constexpr_function
 def _delay_wait_asm(count, each):
     """A thread has two rows, two elements of each in turn: the first `count` of one row, then of
-    the other. The load never executes: powers of two have no sign bit, which ptxas cannot know.
+    the other. The load never executes, because exponentials are not negative. ptxas cannot know
+    this, and moves no wait across a load that is volatile (docs/notebook.md: `softmax.delay_wait`).
     """
     order = [x for x in range(each) if x % 4 < 2] + [x for x in range(each) if x % 4 >= 2]
     first, *others = [f"${each + x}" for x in order[:count]]

@@ -7,6 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -23,6 +24,12 @@ _GL_DTYPE = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.int8: gl.int8,
 }
+# Whether left operands of products that stay the same over a loop (own rows of the backward, q of
+# the forward) may be kept in registers. Triton 3.9 copies a left operand before each product: ptxas
+# then makes every product of the backward wait for the last, and spills 45 of 473 instructions of
+# the forward at head_dim 192 (the compile tests show it). That of Triton 3.6 does neither. Versions
+# in between were not tried.
+CAN_KEEP_IN_REGISTERS = triton.__version__.startswith("3.6")
 _FAR = 1 << 30  # as in seqlen.SeqlenInfo.coord
 _MOST = 0x7FFF0000  # above every coordinate
 
@@ -120,7 +127,7 @@ def warp_constants(config: HopperConfig | HopperBackwardConfig | HopperSplitConf
 
 
 def softmax_scales(problem: Problem) -> tuple[float, float]:
-    """(factor of scores to base-2 logits, factor inside of tanh); see softmax.SoftmaxScale."""
+    """(scale_log2, inner) of softmax.SoftmaxScale."""
     log2e = math.log2(math.e)
     if not problem.softcap:
         return problem.softmax_scale * log2e, 0.0

@@ -13,6 +13,7 @@ from onchip.kernels.tiles import (
     HopperConfig,
     describe_hopper_row,
     hopper_backward_config,
+    hopper_backward_widths,
     hopper_forward_of,
     hopper_forward_widths,
     split_columns,
@@ -86,7 +87,7 @@ def divide_group(problem: Problem, processors: int) -> int:
     """
     if problem.group_size == 1:
         return 1
-    config = hopper_backward_config(max(problem.head_dim, problem.head_dim_v))
+    config = hopper_backward_config(max(hopper_backward_widths(problem)))
     left, right = problem.window
     even = left is None and right is None and not problem.packed and not problem.has_mask
     tiles_m = -(-problem.seqlen_q // config.tile_m)

@@ -35,8 +35,6 @@ from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("tails")
-
 if triton.knobs.runtime.interpret:
     pytest.skip("interpreting and compiling cannot share a process", allow_module_level=True)
 
@@ -138,6 +136,10 @@ KV8 = [
     Variant(128, {"precision": "fp8"}),
     Variant(128, {"precision": "fp8", **WINDOW, "dtype": FP16}),
     Variant(128, {"precision": "fp8", **PACKED, "num_kv_heads": 1}),
+    Variant(128, {"precision": "fp8", **PAGED, "page_size": 16}, (0.003, 0.0)),
+    Variant(64, {"precision": "fp8", **PAGED, "page_size": 4, "form": FORMS[0]}),
+    Variant(256, {"precision": "fp8", **PAGED, **WINDOW, "page_size": 32, "form": FORMS[1]}),
+    Variant(128, {"precision": "int8", **PAGED, "page_size": 16, "sinks": True}),
     Variant(128, {"precision": "fp8", "out_dtype": torch.float32}),
     Variant(256, {"precision": "fp8"}, (0.0, 0.002)),
     Variant(256, {"precision": "fp8", "causal": True}),
@@ -181,6 +183,38 @@ BACKWARD = [
     Variant(128, {"deterministic": True, "causal": True}, FEW),
     Variant(128, {"deterministic": True, **PACKED, "softcap": 5.0}, (0.05, 0.11)),
 ]
+# Widths that are off (tiles.HOPPER_BACKWARD_WIDTHS), as if they were on.
+BACKWARD_WIDTHS = [
+    Variant(96, {"causal": True}),  # a tile of 64 columns and a tail of 32
+    Variant(96, {}),
+    Variant(80, {"causal": True}),
+    Variant(80, {}),
+    Variant(32, {"causal": True}),
+    Variant(32, {}),
+    Variant(160, {"causal": True}),
+    Variant(160, {}),
+    Variant(192, {"causal": True}),
+    Variant(192, {}),
+    Variant(192, {"head_dim_v": 128, "causal": True, "num_kv_heads": 2}),
+    Variant(192, {"head_dim_v": 128}),
+    Variant(72, {**PACKED, "head_dim_v": 88, "sinks": True, "softcap": 5.0}),
+    Variant(96, {"dtype": FP16, **WINDOW}),
+    Variant(160, {**PACKED, "sinks": True, "softcap": 5.0}),
+    Variant(80, {"mask": True}, (0.0, 0.002)),
+    Variant(96, {"mask": True}, (0.002, 0.008)),
+    Variant(32, {"mask": True}),
+    Variant(192, {"mask": True, "head_dim_v": 128}),
+    Variant(96, {"deterministic": True, "causal": True}),
+    Variant(80, {"deterministic": True, **PACKED, "softcap": 5.0}),
+    Variant(32, {"deterministic": True}),
+]
+WIDE_GRADS_WIDTHS = [
+    Variant(80, {"causal": True}),
+    Variant(96, PACKED),
+    Variant(192, {"causal": True}),
+    Variant(192, {"head_dim_v": 128}),
+    Variant(32, {"deterministic": True}),
+]
 WIDE_GRADS = [
     Variant(64, {"causal": True}, (0.0, 0.01)),
     Variant(128, {}, (0.0, 0.06)),
@@ -198,6 +232,13 @@ ADDING = [
     Variant(128, {}, (0.0, 0.06)),
     Variant(64, {"causal": True}, (0.0, 0.01)),
     Variant(128, {"mask": True, "num_kv_heads": 2, "head_dim_v": 72}, (0.02, 0.08)),
+]
+
+
+ADDING_WIDTHS = [
+    Variant(96, {"causal": True}),
+    Variant(80, {"causal": True, "num_kv_heads": 2, "head_dim_v": 72}),
+    Variant(32, {"mask": True}),
 ]
 
 
@@ -478,19 +519,44 @@ def _holds(
 
 def _gradient(problem: Problem, constants: dict) -> Footprint:
     """Of a kernel that launch_backward starts, by the constants it is compiled with."""
-    width = hopper_width(max(problem.head_dim, problem.head_dim_v))
-    dynamic = constants["DYNAMIC"]
+    widths, dynamic = tiles.hopper_backward_widths(problem), constants["DYNAMIC"]
+    width = max(widths)
     if "DQ" in constants:
         config = tiles.hopper_backward_config(width)
         return footprint.hopper_backward(config, width, constants["DQ"], dynamic)
     config, values = tiles.hopper_split_config(width), constants["VALUES"]
     if values:
         config = config._replace(b1_stages=2)
-    return footprint.hopper_backward_split(config, width, constants["KEYS"], values, dynamic)
+    return footprint.hopper_backward_split(config, *widths, constants["KEYS"], values, dynamic)
 
 
 @pytest.mark.parametrize("variant", variants(FORWARD))
 def test_forward_stays_in_registers(launches, tmp_path, variant):
+    _check_forward(launches, tmp_path, variant)
+
+
+def _candidates() -> list:
+    """(name of a candidate, a call): marked as those of other tables."""
+    forms = ({}, {"causal": True}, {"dtype": FP16, **WINDOW})
+    rows = [(width, name) for width, named in tiles.HOPPER_CANDIDATES.items() for name in named]
+    cases = [(name, Variant(width, options)) for options in forms for width, name in rows]
+    params = variants([variant for _, variant in cases])
+    return [
+        pytest.param(name, variant, marks=param.marks, id=f"{param.id}-{name}")
+        for (name, variant), param in zip(cases, params, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name, variant", _candidates())
+def test_candidates_stay_in_registers(launches, tmp_path, name, variant):
+    """Rows that are not in use: without spills in loops, and with wgmma that run asynchronously."""
+    width = variant.head_dim
+    with tiles.candidate_trial(width, tiles.HOPPER_CANDIDATES[width][name]):
+        _check_forward(launches, tmp_path, variant)
+
+
+def _check_forward(launches: list, tmp_path: Path, variant: Variant) -> None:
+    """Compile the launch of a forward: registers, shared memory, copies and products."""
     from onchip.kernels.hopper.launch import forward
 
     problem, x = _pose(variant)
@@ -614,11 +680,47 @@ def test_operands_of_8_bits_stay_in_registers(launches, tmp_path, dim, precision
 
     problem, x = _pose(Variant(dim, {"precision": precision, "packed": packed}))
     prepare(problem, x, torch.zeros(4, 200))
+    _check_operands(launches, tmp_path)
+
+
+def _check_operands(launches, folder):
+    """The five launches that quantise q, k and v."""
     assert len(launches) == 5
     for launch in launches:
-        machine = _compile(*launch, tmp_path)
+        machine = _compile(*launch, folder)
         few = 0.035 * len(machine.code)
         assert machine.shared <= SHARED_BYTES and _spills(machine.code) <= few
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [None, *FORMS], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_operands_from_pages_stay_in_registers(launches, tmp_path, dim, form):
+    from onchip.kernels.triton.quantise import prepare
+
+    options = {"precision": "fp8", **PAGED, "page_size": 16, "form": form}
+    problem, x = _pose(Variant(dim, options))
+    prepare(problem, x, torch.zeros(4, 200))
+    _check_operands(launches, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+def test_queries_of_a_prefill_stay_in_registers(launches, tmp_path, dim):
+    """Normed, rotated and quantised in one launch."""
+    from onchip.kernels.llm import prefill_8bit
+    from onchip.kernels.triton import quantise
+
+    problem, x = _pose(Variant(dim, {"precision": "fp8", **PAGED, "page_size": 16}))
+    qkv, half = torch.zeros(200, 6 * dim, dtype=BF16), torch.zeros(200, 1, dim // 2)
+    rotation = quantise.get_rotation(dim, BF16, qkv.device)
+    side = quantise.OperandSizes(200, 200, 4, None, 1)
+    weight, mean = (torch.zeros(dim, dtype=BF16), 1e-6, 0.0), torch.zeros(dim)
+    shift = torch.zeros(4, 200)
+    prefill_8bit.quantise_queries(qkv, (half, half), weight, side, mean, shift, rotation, problem)
+    (launch,) = launches
+    machine = _compile(*launch, tmp_path)
+    assert machine.shared <= SHARED_BYTES and not _spills(machine.code)
 
 
 @pytest.mark.parametrize("variant", variants(DECODE))
@@ -702,6 +804,26 @@ def test_adding_gradients_stays_in_registers(launches, tmp_path, variant):
     assert not any(_spills(_compile(*launch, tmp_path).code) for launch in others)
 
 
+@pytest.mark.grid
+@pytest.mark.parametrize("variant", variants(BACKWARD_WIDTHS))
+def test_backward_of_every_width_stays_in_registers(all_widths, launches, tmp_path, variant):
+    problem, x = _pose(variant)
+    _check_backward(problem, x, launches, tmp_path, variant)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("variant", variants(WIDE_GRADS_WIDTHS))
+def test_unrounded_gradients_of_every_width(all_widths, launches, tmp_path, variant):
+    problem, x = _pose(variant)
+    _check_backward(problem._replace(wide_grads=True), x, launches, tmp_path, variant)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("variant", variants(ADDING_WIDTHS))
+def test_adding_gradients_of_every_width(all_widths, launches, tmp_path, variant):
+    test_adding_gradients_stays_in_registers(launches, tmp_path, variant)
+
+
 def _check_backward(problem, x, launches, tmp_path, variant):
     from onchip.kernels.hopper.launch_backward import backward
 
@@ -716,6 +838,52 @@ def _check_backward(problem, x, launches, tmp_path, variant):
         if kernel.is_gluon():
             _check(machine, variant, kwargs["maxnreg"])
             _holds(machine, _gradient(problem, kwargs), handed_over=HANDED_OVER_BACKWARD)
+            _check_gradient_products(machine, problem, kwargs)
+
+
+def _check_gradient_products(machine: Machine, problem: Problem, constants: dict) -> None:
+    """Products of the hot loops in steps of 16, over the columns of the call's widths and no
+    others. One kernel for all gradients: s and dp of 64 x 64, dv and dk for each tile of columns,
+    dq of all keys in two parts, which may differ. One for each: s, dp (not for dv), one sum.
+    """
+    widths = tiles.hopper_backward_widths(problem)
+    products = _all_gradients if "DQ" in constants else _one_gradient
+    wants, found = products(*widths, constants), [_product_columns(loop) for loop in machine.loops]
+    assert all(counts in wants for counts in found) and all(want in found for want in wants)
+
+
+def _all_gradients(width: int, _: int, constants: dict) -> list[Counter]:
+    """The products of each consumer's loop over a tile of queries."""
+    tile_m, columns = constants["TILE_M"], tiles.split_columns(width)
+    wants = []
+    for part in tiles.dq_part_columns(tile_m, *columns):
+        want = Counter({64: tile_m // 64 * 2 * (width // 16)})
+        for n in columns:
+            want[n] += 2 * (tile_m // 16)
+        if constants["DQ"]:
+            want[part] += constants["TILE_N"] // 16
+        wants.append(_without_padding(want))
+    return wants
+
+
+def _one_gradient(width: int, width_v: int, constants: dict) -> list[Counter]:
+    """The products of a loop over one tile of the other side."""
+    tile, values = constants["TILE"], constants["VALUES"]
+    want = Counter({tile: (width if values else width + width_v) // 16})
+    for n in tiles.split_columns(width_v if values else width):
+        want[n] += tile // 16
+    return [_without_padding(want)]
+
+
+def _without_padding(want: Counter) -> Counter:
+    """Without the tail of 0 columns."""
+    return Counter({n: count for n, count in want.items() if n})
+
+
+def _product_columns(loop: list[str]) -> Counter:
+    """How many wgmma of 64 rows a loop has, by their columns."""
+    shapes = (re.match(r"HGMMA\.64x(\d+)x16", name) for name in loop)
+    return Counter(int(shape[1]) for shape in shapes if shape)
 
 
 def test_a_wide_dout_is_rounded_for_the_products(launches):

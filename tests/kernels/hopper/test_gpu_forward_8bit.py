@@ -7,9 +7,11 @@ import torch
 
 import onchip
 from onchip import quant
+from onchip.quant import kv8
 from onchip.quant.recipes import RECIPES
-from onchip.testing import make_packed, oracle, rmse
+from onchip.testing import make_packed, make_pages, oracle, rmse
 from tests.kernels.gpu import DIMS, inputs
+from tests.kv8 import FORMS, quantise_pages
 
 pytestmark = pytest.mark.hopper
 
@@ -175,6 +177,47 @@ def test_a_graph_replays_it():
     out.zero_()
     graph.replay()
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("page_size, form", [(16, None), (5, None), *((64, f) for f in FORMS)])
+@pytest.mark.parametrize("new", [1, 200])
+def test_pages(dim, page_size, form, new):
+    """Dense queries over sequences of several lengths, one without keys; slots and pages that no
+    sequence holds have NaN.
+    """
+    lengths = [new, 0, 333, 1030]
+    q, k, v = inputs(new, sum(lengths), dim, batch=len(lengths))
+    k, v = k[0], v[0]
+    cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    pages, scales = make_pages(k, v, cu, page_size), {}
+    if form is not None:
+        held, scales = quantise_pages(*pages[:2], form)
+        pages = (*held, *pages[2:])
+        k, v = (kv8.dequantise(*kv8.quantise(t, form), torch.float32) for t in (k, v))
+    options = {"precision": "fp8", "out_dtype": torch.float32, "return_lse": True, **scales}
+    out, lse = onchip.paged_attention(q, *pages, kernel="hopper", **options)
+    for b, n in enumerate(lengths):
+        keys = (t[None, cu[b] : cu[b + 1]] for t in (k, v))
+        if not n:
+            assert not out[b].any() and (lse[b] == -torch.inf).all()
+            continue
+        own = out[b : b + 1], lse[b : b + 1]
+        assert_follows("fp8", own, q[b : b + 1].float(), *(t.float() for t in keys), causal=True)
+
+
+def test_pages_replay_in_a_graph_with_other_lengths():
+    q, k, v = inputs(200, 1024, batch=1)
+    pages = make_pages(k[0], v[0], torch.tensor([0, 1024], device="cuda").int(), 16)
+    options = {"kernel": "hopper", "precision": "fp8"}
+    onchip.paged_attention(q, *pages, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = onchip.paged_attention(q, *pages, **options)
+    for length in (1024, 700, 200):
+        pages.cache_seqlens.fill_(length)
+        graph.replay()
+        assert torch.equal(out, onchip.paged_attention(q, *pages, **options))
 
 
 def test_gradients_pass_straight_through():
