@@ -1,9 +1,9 @@
 """`python -m benchmarks decoding`: what small batches wait for, and what features of the engine
 cost or save. Parts (`--only`):
 
-  latency      a decoding step of 1 and of 8 requests, and the first token of a prompt on an idle
-               engine, Qwen3-0.6B in shape; a step of one request, Llama-3-8B in shape, beside the
-               time in which its bytes can be read
+  latency      a decoding step of 1 and of 8 requests, with `fused_decode` and without, and the
+               first token of a prompt on an idle engine, Qwen3-0.6B in shape; a step of one
+               request, Llama-3-8B in shape, beside the time in which its bytes can be read
   speculation  one request with 4 drafts a step of a draft model of which 0.7 are right, and of
                ngram on a text that repeats its prompt; a large batch with either; all against the
                same requests without drafts
@@ -76,12 +76,13 @@ class Sizes:
 QUICK = Sizes(24, 32, 96, 8, 4, 448, 112, 4, 256)
 
 
+FUSED = partial(select, kernel="fused")
 THRESHOLDS = (
-    Threshold("a step of 1, ms", select("latency", mask="qwen3-0.6b", batch=1), at_most=1.0),
-    Threshold("a step of 8, ms", select("latency", mask="qwen3-0.6b", batch=8), at_most=1.1),
+    Threshold("a step of 1, ms", FUSED("latency", mask="qwen3-0.6b", batch=1), at_most=1.0),
+    Threshold("a step of 8, ms", FUSED("latency", mask="qwen3-0.6b", batch=8), at_most=1.1),
     Threshold(
         "a step of 1, Llama-3-8B, of the time of its bytes",
-        select("latency", mask="llama-3-8b"),
+        FUSED("latency", mask="llama-3-8b"),
         at_least=0.8,
         measure=least("roofline_share"),
     ),
@@ -185,7 +186,7 @@ def steps(session: Session) -> Iterator[gpu.Step]:
     qwen3 = setting(session, "qwen3-0.6b", QWEN3)
     if "latency" in parts:
         yield f"{qwen3.name}, latency", partial(latency, qwen3)
-        yield "llama-3-8b, latency", lambda: latency(setting(session, "llama-3-8b", LLAMA3))[:1]
+        yield "llama-3-8b, latency", lambda: step_latency(setting(session, "llama-3-8b", LLAMA3), 1)
     if "speculation" in parts:
         yield f"{qwen3.name}, drafts", partial(speculation, qwen3)
         yield f"{qwen3.name}, drafts of a large batch", partial(large_batch, qwen3)
@@ -280,36 +281,47 @@ def random_prompts(setting: Setting, count: int, length: int, seed: int = 0) -> 
 
 def latency(setting: Setting) -> list[Row]:
     """Steps of 1 and of 8 requests, and the first token of a prompt."""
-    sizes = setting.sizes
+    sizes, rows = setting.sizes, step_latency(setting, 1, 8)
+    with setting.llm() as llm:
+        prompts = random_prompts(setting, 1, sizes.first_prompt)
+        first = min(decode(llm, prompts, 2).first_s for _ in range(5))
+    tokens = {"tokens": sizes.first_prompt}
+    return [*rows, setting.row("first token", "onchip", 1, 1e3 * first, "ms", **tokens)]
+
+
+def step_latency(setting: Setting, *batches: int) -> list[Row]:
+    """A row for each batch with `fused_decode` ("fused") and without ("onchip")."""
     roofline = Roofline.of(
         setting.model.config, setting.dtype.itemsize, copy_bytes_per_s(setting.device)
     )
-    rows = []
-    with setting.llm() as llm:
-        for batch in (1, 8):
-            prompts = random_prompts(setting, batch, sizes.prompt)
-            ran = twice(llm, prompts, sizes.output)
-            keys = batch * (sizes.prompt + sizes.output // 2)  # in the middle of the output
-            read = roofline.weight_bytes + keys * roofline.token_bytes
-            share = 1e3 * read / roofline.bytes_per_s / ran.step_ms
-            rows.append(
-                setting.row("latency", "onchip", batch, ran.step_ms, "ms", roofline_share=share)
-            )
-            setting.session.say(
-                f"{setting.name}: {ran.step_ms:.3f} ms a step of {batch}, {100 * share:.0f} % of"
-                f" the time of its bytes"
-            )
-        prompts = random_prompts(setting, 1, sizes.first_prompt)
-        first = min(decode(llm, prompts, 2).first_s for _ in range(5))
-    rows.append(
-        setting.row("first token", "onchip", 1, 1e3 * first, "ms", tokens=sizes.first_prompt)
-    )
+    rows, plain_ms = [], {}
+    for name, is_fused in {"onchip": False, "fused": True}.items():
+        with setting.llm(fused_decode=is_fused) as llm:
+            for batch in batches:
+                row = _time_steps(setting, llm, name, batch, roofline)
+                plain = plain_ms.setdefault(batch, row["value"])
+                peers = {"peers": {"onchip": plain}, "best_peer": "onchip"}
+                rows.append(row | (peers | {"ratio": plain / row["value"]} if is_fused else {}))
     return rows
+
+
+def _time_steps(setting: Setting, llm: LLM, name: str, batch: int, roofline: Roofline) -> Row:
+    sizes = setting.sizes
+    ran = twice(llm, random_prompts(setting, batch, sizes.prompt), sizes.output)
+    keys = batch * (sizes.prompt + sizes.output // 2)  # in the middle of the output
+    read = roofline.weight_bytes + keys * roofline.token_bytes
+    share = 1e3 * read / roofline.bytes_per_s / ran.step_ms
+    setting.session.say(
+        f"{setting.name}, {name}: {ran.step_ms:.3f} ms a step of {batch}, {100 * share:.0f} % of"
+        f" the time of its bytes"
+    )
+    return setting.row("latency", name, batch, ran.step_ms, "ms", roofline_share=share)
 
 
 def _drafting(setting: Setting, method: str) -> dict[str, Any]:
     model = {"model": setting.draft} if method == "draft" else {}
-    return {"method": method, "num_speculative_tokens": NUM_DRAFTS, **model}
+    graphs = {"enforce_eager": False}
+    return {"method": method, "num_speculative_tokens": NUM_DRAFTS, **graphs, **model}
 
 
 def speculation(setting: Setting) -> list[Row]:

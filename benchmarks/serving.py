@@ -11,6 +11,8 @@ temperature 0.6. Parts (`--only`):
               and by the estimated cheaper of the two; against `throughput`
   allocation  one budget of pages, used in three ways: the longest request reserved for each, the
               same in batches that run until their last member ends, and pages
+  prefill     the first token of prompts of 8k, 16k and 32k tokens, with attention in FP8 and in 16
+              bits
   samples     64 samples of one prompt of 16,384 tokens, with the cascade and without it
   peers       `transformers`, static and continuous batching, on a part of the workload
   http        an open loop against `onchip serve` on the CPU, only if chosen by name
@@ -33,7 +35,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import serving_http, serving_peers, serving_samples
+from benchmarks import serving_http, serving_peers, serving_prefill, serving_samples
 from benchmarks.step import QWEN3
 from benchmarks.workload import Ran, Roofline, Workload, serve, warm_up
 from onchip.cli.bench import gpu
@@ -66,7 +68,10 @@ TINY = QWEN3 | {
     "max_position_embeddings": 512,
 }
 HTTP = {"http": serving_http.measure, "crowd": serving_http.crowd}  # on the CPU
-PARTS = ("throughput", "ready", "capped", "allocation", "samples", "peers", "llama", *HTTP)
+PARTS = (
+    *("throughput", "ready", "capped", "allocation", "samples", "prefill", "peers", "llama"),
+    *HTTP,
+)
 READY = "ready"  # what the process says
 CAP = 0.4  # of the pages that the workload holds at its peak
 WAYS = ("auto", "swap", "recompute")
@@ -188,12 +193,12 @@ class Setting:
     def case(self, bench: str, num_requests: int) -> Case:
         config = self.model.config
         size = (config.head_dim, self.workload.longest, num_requests, config.num_heads)
-        return Case(bench, self.name, self.dtype, *size, way="serve")
+        kv_heads = config.num_kv_heads
+        return Case(bench, self.name, self.dtype, *size, way="serve", num_kv_heads=kv_heads)
 
     def _columns(self, ran: Ran, llm: LLM) -> dict[str, Any]:
         roofline, measured = self.roofline, ran.columns
         return measured | {
-            "num_kv_heads": self.model.config.num_kv_heads,
             "roofline_share": roofline.seconds(ran.workload) / ran.seconds,
             "bytes_per_s": roofline.bytes_per_s,
             "kv_bytes": llm.stats().pages_total * self.page_bytes,
@@ -226,6 +231,8 @@ def steps(session: Session) -> Iterator[gpu.Step]:
             yield f"{qwen3.name}, {policy}", partial(allocation, qwen3, policy)
     if "samples" in parts:
         yield f"{qwen3.name}, samples", partial(samples, qwen3)
+    if "prefill" in parts:
+        yield f"{qwen3.name}, prefill", partial(prefill, qwen3)
     if "peers" in parts:
         yield f"{qwen3.name}, peers", partial(peers, qwen3)
     if "llama" in parts:
@@ -300,11 +307,23 @@ def samples(setting: Setting) -> list[Row]:
     load, model = serving_samples.SamplesLoad(), setting.model
     if setting.session.quick:
         load = serving_samples.QUICK
-        config = ModelConfig.from_hf(
-            setting.fields | {"max_position_embeddings": load.max_model_len}
-        )
-        model = random_model(config, device=setting.device, dtype=setting.dtype)
+        model = longer_model(setting, load.max_model_len)
     return serving_samples.measure(setting.session, setting.name, model, setting.kv_dtype, load)
+
+
+def prefill(setting: Setting) -> list[Row]:
+    """One long prompt at a time."""
+    load, model = serving_prefill.PrefillLoad(), setting.model
+    if setting.session.quick:
+        load = serving_prefill.QUICK
+        model = longer_model(setting, load.max_model_len)
+    return serving_prefill.measure(setting.session, setting.name, model, setting.kv_dtype, load)
+
+
+def longer_model(setting: Setting, max_model_len: int) -> Decoder:
+    """The model of a setting with more positions."""
+    config = ModelConfig.from_hf(setting.fields | {"max_position_embeddings": max_model_len})
+    return random_model(config, device=setting.device, dtype=setting.dtype)
 
 
 def peers(setting: Setting) -> list[Row]:

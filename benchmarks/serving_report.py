@@ -109,6 +109,24 @@ def samples_sheet(rows: list[Row]) -> Sheet:
     return heads, body
 
 
+def prefill_sheet(rows: list[Row]) -> Sheet:
+    """The first token of long prompts; ratios are to the row in 16 bits."""
+    ratio = lambda value: "" if value is None else f"{value:.2f}"
+    body = [
+        [
+            row["mask"],
+            f"{row['seqlen']:,}",
+            row["kernel"],
+            f"{row['value']:,.1f} ms",
+            ratio(row["ratio"]),
+            ratio(row.get("predicted_ratio")),
+        ]
+        for row in rows
+        if row["bench"] == "prefill"
+    ]
+    return ["model", "prompt", "attention", "first token", "ratio", "predicted"], body
+
+
 def http_sheet(rows: list[Row]) -> Sheet:
     heads = ["load", "s", "answered", "tokens/s", "first token", "then"]
     heads += ["fairness", "MiB at the end", "grown by"]
@@ -149,12 +167,14 @@ SHEETS: Sheets = {
     "served": served_sheet,
     "allocation": allocation_sheet,
     "samples": samples_sheet,
+    "prefill": prefill_sheet,
     "peers": peers_sheet,
     "http": http_sheet,
 }
 TITLES = {
     "allocation": "One budget of pages, by who may have them",
     "samples": "Many samples of one prompt",
+    "prefill": "The first token of a long prompt, with attention in FP8",
     "peers": "A part of the workload, in the same run",
     "http": "A server on the CPU under load",
 }

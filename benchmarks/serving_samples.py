@@ -95,6 +95,7 @@ def _measure_way(
         load.num_samples,
         config.num_heads,
         way="serve",
+        num_kv_heads=config.num_kv_heads,
     )
     row = case.row(
         way,
@@ -109,7 +110,6 @@ def _measure_way(
         tokens_unread=after.tokens_unread - before.tokens_unread,
         **watched,
     )
-    row["num_kv_heads"] = config.num_kv_heads
     session.say(sentence(row))
     return row
 

@@ -52,8 +52,8 @@ class Result(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """What `Backend.backward` returns: the shapes of the inputs, dq, dk and dv in `grad_dtype`,
-    dbias and dsinks in the dtype of lse.
+    """What `Backend.backward` returns, a field for each of problem.DIFFERENTIABLE: the shapes of
+    the inputs, dq, dk and dv in `grad_dtype`, those of LEARNED in the dtype of lse.
     """
 
     dq: Tensor

@@ -154,8 +154,11 @@ def find_refusal(
     """Why the backend does not run the problem, or None if it does. No backend runs a problem with
     an option that it does not declare, whatever its `supports` says.
     """
-    if problem.precision not in backend.precisions:
-        return f"computes with q, k and v as they come, not with precision={problem.precision!r}"
+    precision = problem.precision
+    if precision not in backend.precisions:
+        low = ", ".join(name for name in backend.precisions if name is not None)
+        how = f", or in {low}" if low else ""
+        return f"computes with q, k and v as they come{how}, not with {precision=}"
     if backward and not backend.has_backward:
         return "has no backward"
     reason = backend.supports(problem, device)  # first: it may give a reason for its refusal

@@ -24,18 +24,21 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
-from onchip.core.problem import Problem, Tensors, UnsupportedError
+from onchip.core.problem import DIFFERENTIABLE, Problem, Tensors, UnsupportedError
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.deferred import DeferredRule
 
 Dims = tuple[int | None, int | None]  # the dimension of the batch, and that of the heads
 BATCH, HEADS = 0, 1  # of Dims
-# Of each argument and result. None, or not listed: it has no such dimension.
+# Of each tensor of a call and each result. None: it has no such dimension, and every rank gets all
+# of it.
 _DIMS: dict[str, Dims] = {
     **dict.fromkeys(("q", "k", "v", "out", "dout"), (0, 2)),
     **dict.fromkeys(("lse", "dlse", "bias", "mask"), (0, 1)),
     **dict.fromkeys(("page_table", "cache_seqlens", "tree_mask"), (0, None)),
     **dict.fromkeys(("k_scales", "v_scales"), (None, 2)),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "dropout_seed"), (None, None)),
+    **dict.fromkeys(("positions_q", "positions_k"), (None, None)),
     "alibi_slopes": (0, 1),
     "sinks": (None, 0),
     "stats": (1, 2),
@@ -49,7 +52,6 @@ _PACKED: dict[str, Dims] = {
 _PAGES: dict[str, Dims] = dict.fromkeys(("k", "v"), (None, 2))
 _RANKS = {"alibi_slopes": 2, "mask": 4}  # leading dimensions may be missing
 _INPUTS = ("q", "k", "v")
-_GRADS = (*_INPUTS, "bias", "sinks")
 
 
 def distribute(problem: Problem, x: Tensors, args: Sequence[Any]) -> list[Any]:
@@ -154,7 +156,7 @@ class _OpCall:
 
     def place(self, name: str, shape: Sequence[int], kind: int | None) -> Placement:
         """The placement of an argument or result if ranks share `kind`, BATCH or HEADS."""
-        dim = None if kind is None else self.dims.get(name, (None, None))[kind]
+        dim = None if kind is None else self.dims[name][kind]
         if dim is None:
             return Replicate()
         dim -= max(0, _RANKS.get(name, 0) - len(shape))
@@ -178,8 +180,8 @@ class _OpCall:
             yield Replicate() if dim is None else Shard(dim)
 
     def gradients(self, kind: int | None) -> Iterator[Placement]:
-        """dq, dk, dv, dbias and dsinks; an absent one is empty."""
-        for name in _GRADS:
+        """The gradients of DIFFERENTIABLE; an absent one is empty."""
+        for name in DIFFERENTIABLE:
             t = self.args[name]
             placement = Replicate() if t is None else self.place(name, t.shape, kind)
             is_sum = t is not None and kind is not None and placement == Replicate()
@@ -202,7 +204,7 @@ def _forward_rule(schema: OpSchema) -> OpStrategy:
 def _backward_rule(schema: OpSchema) -> OpStrategy:
     call = _OpCall(schema)
     rows = [[*call.gradients(kind), *call.inputs(kind)] for kind in call.kinds]
-    return _expand(call, rows, len(_GRADS))
+    return _expand(call, rows, len(DIFFERENTIABLE))
 
 
 def _expand(call: _OpCall, rows: list[list[Placement]], results: int) -> OpStrategy:

@@ -45,7 +45,7 @@ _PAGES = ("q", "page_table", "cache_seqlens", "cu_seqlens_q")
 PAGED_TENSORS = tuple(
     n for n in signature(paged_attention).parameters if n in Tensors._fields and n not in _PAGES
 )
-NOT_PAGED = ("dropout_p", "precise_delta", "precision")
+NOT_PAGED = ("dropout_p", "precise_delta")
 # Options of a Problem that are in other lines of an explanation, or that no caller gives.
 _NOT_LISTED = {"packed", "has_mask", "page_size", "has_positions", "first_head", "wide_grads"}
 

@@ -1,5 +1,5 @@
-"""The public functions. Each one validates its arguments, describes the call as a Problem and
-passes it to `torch_op.attend`.
+"""The public functions. Each one validates the arguments of a call with new shapes, describes it as
+a Problem, and passes it to `torch_op.attend`.
 """
 
 from collections.abc import Callable, Sequence
@@ -109,8 +109,9 @@ def attention(
     precise_delta: the backward uses the unrounded out. The rounding error of out is saved for it,
     as many bytes as out itself.
     precision: "fp8", "int8" or "int8_pv16" quantise the operands of the forward by the recipes of
-    onchip.quant; gradients are for the unquantised q, k and v. "auto": "fp8" where a GPU has a
-    kernel for it and is faster (8k keys per query), else None.
+    onchip.quant, "nvfp4", "nvfp4_pv8" and "mxfp4" too, by their reference on the CPU alone;
+    gradients are for the unquantised q, k and v. "auto": "fp8" where a GPU has a kernel for it and
+    is faster (8k keys per query), else None.
     kernel: a name from `onchip doctor`. That kernel serves the call, or the call is refused.
     """
     if unknown:
@@ -273,6 +274,7 @@ def paged_attention(
     return_stats: bool = False,
     deterministic: bool = False,
     out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
     kernel: str | None = None,
     **unknown: Never,
 ) -> Outputs:
@@ -290,7 +292,9 @@ def paged_attention(
     j only if tree_mask[b, i, j], AND causal AND window. Everything before the new tokens stays
     visible. With packed queries its last two sizes are max_seqlen_q. Positions (window, ALiBi) are
     positions in the cache. deterministic: the bits of a sequence's result do not depend on the rest
-    of the batch or on page_size. Under autocast q takes the dtype of the pages. No gradient.
+    of the batch or on page_size. precision: "fp8" or "int8" quantise q and, in every call, the keys
+    and values in the pages: for long prompts. "auto" is refused, because the number of keys is on
+    the device. Under autocast q takes the dtype of the pages. No gradient.
     """
     if unknown:
         refuse_unknown("paged_attention", unknown, paged_attention.__kwdefaults__)
@@ -303,6 +307,7 @@ def paged_attention(
         return_stats=return_stats,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         return_lse=return_lse,
+        precision=precision,
     )
     x = Tensors(
         paged.autocast_queries(q, k_pages),

@@ -11,7 +11,7 @@ from torch import Tensor
 from onchip import masks
 from onchip.core.arguments import as_int
 from onchip.core.backend import Result, Stats, accumulator_dtype, empty_result
-from onchip.core.problem import Options, Problem, Tensors, UnsupportedError
+from onchip.core.problem import DIFFERENTIABLE, Options, Problem, Tensors, UnsupportedError
 from onchip.core.torch_mode import is_autocast
 from onchip.core.validation import (
     check_agreement,
@@ -36,6 +36,11 @@ def describe(x: Tensors, options: Options, max_seqlen_q: int | None = None) -> P
     batch, seqlen_q = _check_queries(x, max_seqlen_q)
     _check_pages(x, batch)
     _check_dtypes(x)
+    if options.precision == "auto":
+        raise ValueError(
+            "precision='auto' depends on the number of keys, which a paged call has on the device:"
+            " name a precision, or None"
+        )
     problem = Problem.of(x, resolve_options(options, x.q), (seqlen_q,))
     check_extras(problem, x)
     _check_tree(problem, x)
@@ -144,12 +149,13 @@ def _check_tree(problem: Problem, x: Tensors) -> None:
 
 
 def _check_grad(x: Tensors) -> None:
-    tensors = {"q": x.q, "k_pages": x.k, "v_pages": x.v, "sinks": x.sinks}
-    names = [name for name, t in tensors.items() if t is not None and t.requires_grad]
+    tensors = [(name, getattr(x, name)) for name in DIFFERENTIABLE]
+    names = [name for name, t in tensors if t is not None and t.requires_grad]
     if names and torch.is_grad_enabled():
+        name = {"k": "k_pages", "v": "v_pages"}.get(names[0], names[0])
         raise UnsupportedError(
-            f"paged_attention has no gradient, and {names[0]} requires one: call it under"
-            f" torch.no_grad(), or pass {names[0]}.detach()"
+            f"paged_attention has no gradient, and {name} requires one: call it under"
+            f" torch.no_grad(), or pass {name}.detach()"
         )
 
 
@@ -333,8 +339,9 @@ def _one_sequence(
     dense = problem._replace(
         batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, packed=False, has_mask=True
     )
-    qkv = x.q[None, rows], x.k[None, keys], x.v[None, keys]
-    return dense, Tensors(*qkv, alibi_slopes=slopes, sinks=x.sinks, mask=mask)
+    q, k, v = x.q[None, rows], x.k[None, keys], x.v[None, keys]
+    y = x._replace(q=q, k=k, v=v, cu_seqlens_q=None, cu_seqlens_k=None, tree_mask=None)
+    return dense, y._replace(alibi_slopes=slopes, mask=mask)
 
 
 def _unpack(result: Result, q: Tensor) -> Result:

@@ -19,9 +19,15 @@ MAX_HEAD_DIM = 256
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # The operands of the forward's two matrix products. None: q, k and v as given. A name of
 # LOW_PRECISIONS: a recipe of onchip/quant/recipes.py. "auto": FP8 where a GPU is faster with it.
-LOW_PRECISIONS = ("fp8", "int8", "int8_pv16")
+EIGHT_BIT_PRECISIONS = ("fp8", "int8", "int8_pv16")
+FOUR_BIT_PRECISIONS = ("nvfp4", "nvfp4_pv8", "mxfp4")
+LOW_PRECISIONS = (*EIGHT_BIT_PRECISIONS, *FOUR_BIT_PRECISIONS)
 PRECISIONS = (None, *LOW_PRECISIONS, "auto")
 Window = tuple[int | None, int | None]
+# The tensors of a call that have gradients, in the order of `Grads` (backend.py). LEARNED: those
+# that a call may lack.
+LEARNED = ("bias", "sinks")
+DIFFERENTIABLE = ("q", "k", "v", *LEARNED)
 
 
 class UnsupportedError(ValueError):
@@ -79,16 +85,22 @@ class Options(NamedTuple):
     To add an option:
 
     1. A scalar: a field here, the same field in `Problem`, a check in `resolve_options`; a scalar
-       of single scores also goes into SCORE_OPTIONS. A tensor: a field in `Tensors`, a flag in
-       `Problem` that `Problem.of` sets, a check in `check_extras`. Now every backend refuses it.
+       of single scores also goes into SCORE_OPTIONS. A tensor: a field before `mask` in `Tensors`,
+       a flag `has_NAME` in `Problem` that `Problem.of` sets, a check in `check_extras`, its batch
+       and head dimensions in core/dtensor.py. A tensor with a gradient: also LEARNED and a field of
+       `Grads` (backend.py); schemas, fakes, autograd and vmap follow these. Now every backend
+       refuses it.
     2. The public functions: `attention`, `varlen_attention`, `paged_attention` (core/paged.py
-       collects its tensors by name) and `attention_weights`, as far as they take it, with its type
-       in core/signatures.py.
+       collects its tensors by name), `attention_weights` and `context_parallel_attention`
+       (parallel/rounds.py makes the tensors of a round), as far as they take it. Their types are in
+       core/signatures.py, where each class names its functions.
     3. The kernels that compute it, forward and backward, and declare it in `Backend.options`. The
-       CPU kernels read scores from kernels/cpu/scores.py; `tiled.backward` has the chain rule.
+       CPU kernels read scores from kernels/cpu/scores.py. `tiled` has the chain rule in
+       `_backward_head_slice`; `reference` differentiates the scores by autograd.
     4. The score formula of docs/fold.md and the oracle in testing.py, with which tests compare.
-    5. docs/options.md, a row of benchmarks.tables.SUPPORT_ROWS, the option lists of
-       tests/core/test_torch_op.py, tests/core/test_contract.py and tests/random_problems.py.
+    5. docs/options.md and docs/limits.md, a row of benchmarks.tables.SUPPORT_ROWS (then `python -m
+       benchmarks.tables`), and the lists of options of the tests in tests/core (declared_options,
+       contract, torch_op, validation; a tensor: dtensor) and of tests/random_problems.py.
     """
 
     out_dtype: torch.dtype | None = None  # None: q's

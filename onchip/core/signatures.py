@@ -62,10 +62,11 @@ class PagedOptions(ScoreOptions, total=False):
     cu_seqlens_q: Tensor | None
     max_seqlen_q: int | None
     tree_mask: Tensor | None
+    precision: str | None
 
 
 class TrainingOptions(ScoreOptions, total=False):
-    """Options of the functions that have a gradient."""
+    """Options of attention, varlen_attention and context_parallel_attention (with gradients)."""
 
     dropout_p: float
     dropout_seed: int | Tensor | None
@@ -73,7 +74,7 @@ class TrainingOptions(ScoreOptions, total=False):
 
 
 class VarlenOptions(TrainingOptions, total=False):
-    """Options of varlen_attention."""
+    """Options of varlen_attention and attention."""
 
     precision: str | None
 

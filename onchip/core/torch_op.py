@@ -15,6 +15,7 @@ chooses its kernel when it runs, so a compiled graph does not specialise on the 
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -47,7 +48,15 @@ from onchip.core.derivatives import (
 from onchip.core.device import device_info
 from onchip.core.dispatch import plan
 from onchip.core.flops import backward_flops, forward_flops, register_flop_formulas
-from onchip.core.problem import Options, Problem, Tensors, UnsupportedError, resolve_layout
+from onchip.core.problem import (
+    DIFFERENTIABLE,
+    LEARNED,
+    Options,
+    Problem,
+    Tensors,
+    UnsupportedError,
+    resolve_layout,
+)
 from onchip.core.torch_mode import is_autocast, is_eager
 from onchip.core.validation import check_extras, check_packing, check_qkv
 from onchip.core.values import check_values
@@ -303,17 +312,15 @@ def _gradients(call: CachedCall, x: Tensors, kernel: str | None, saved: tuple) -
     return [None if t is None else g for t, g in zip(_differentiable(x), grads, strict=True)]
 
 
-_DIFFERENTIABLE = [Tensors._fields.index(name) for name in ("q", "k", "v", "bias", "sinks")]
-
-
-def _differentiable(x: Tensors) -> tuple[Tensor | None, ...]:
-    return x.q, x.k, x.v, x.bias, x.sinks
+_DIFFERENTIABLE = [Tensors._fields.index(name) for name in DIFFERENTIABLE]
+_differentiable: Callable[[Tensors], tuple[Tensor | None, ...]] = itemgetter(*_DIFFERENTIABLE)
 
 
 def _requires_grad(x: Tensors) -> bool:
-    if x.q.requires_grad or x.k.requires_grad or x.v.requires_grad:
-        return True
-    return any(t is not None and t.requires_grad for t in (x.bias, x.sinks))
+    for t in _differentiable(x):  # noqa: SIM110 (any() with a generator takes twice as long)
+        if t is not None and t.requires_grad:
+            return True
+    return False
 
 
 def _flatten(problem: Problem, x: Tensors, kernel: str | None) -> tuple:
@@ -541,11 +548,11 @@ def _forward_fake(*args):
 def _backward_fake(dout, dlse, out, lse, *args):
     _, x, _ = _unflatten(args)
     dq, dk, dv = (t.new_empty(t.shape) for t in x[:3])
-    extras = (
+    learned = (
         _empty(lse) if t is None else t.new_empty(t.shape, dtype=lse.dtype)
-        for t in (x.bias, x.sinks)
+        for t in _differentiable(x)[3:]
     )
-    return dq, dk, dv, *extras
+    return dq, dk, dv, *learned
 
 
 def _count_flops() -> None:
@@ -594,12 +601,12 @@ def _gradients_vmap(info, in_dims, *args):
     """vmap of the gradients: each entry of the mapped dimension gets its own."""
     size, n = info.batch_size, _SAVED_TENSORS
     x = Tensors(*args[n : n + _NUM_TENSORS])
-    if x.bias is not None or x.sinks is not None:
-        raise UnsupportedError("vmap does not serve the gradients of bias and sinks")
+    if any(t is not None for t in _differentiable(x)[3:]):
+        raise UnsupportedError(f"vmap does not serve the gradients of {' and '.join(LEARNED)}")
     saved = [_fold(t, dim, size) for t, dim in zip(args[:n], in_dims, strict=False)]
     grads = _GRADIENTS(*saved, *_fold_arguments(size, in_dims[n:], args[n:]))
     mapped = [t.unflatten(0, (size, -1)) for t in grads[:3]]
-    return (*mapped, *grads[3:]), (0, 0, 0, None, None)
+    return (*mapped, *grads[3:]), (*(0, 0, 0), *(None for _ in LEARNED))
 
 
 def _fold_arguments(size: int, in_dims: Sequence, args: Sequence) -> list[Any]:
@@ -657,7 +664,7 @@ def _fold_mask(mask: list[Tensor], dims: Any, size: int, batch: int) -> list[Ten
 
 
 _SAVED = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
-_RESULT, _GRADS = "(Tensor, Tensor, Tensor)", "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+_RESULT, _GRADS = "(Tensor, Tensor, Tensor)", f"({', '.join('Tensor' for _ in DIFFERENTIABLE)})"
 # Autograd and vmap apply to `attention` and `gradients`; graphs record the other ops.
 _LIB.define(f"attention({_ARGUMENTS}, bool precise_delta) -> {_RESULT}")
 _LIB.define(f"gradients({_SAVED}, {_ARGUMENTS}) -> {_GRADS}")

@@ -34,6 +34,7 @@ from onchip.engine.speculation.config import SpeculativeConfig
 from onchip.engine.speculation.draft import DraftModelProposer
 from onchip.engine.speculation.ngram import NgramProposer
 from onchip.engine.speculation.speculator import Speculator
+from onchip.engine.speculation.tree import TreeShape
 from onchip.engine.speculation.verify import count_accepted
 from onchip.engine.stats import EngineStats, StatsRecorder
 from onchip.engine.step import Limits, RejectedRequest
@@ -63,7 +64,10 @@ class ExecutionConfig:
     calls, and no decision may depend on time: `add` waits for a request's grammar, swaps wait for
     their copies, and the costs of preemption are estimated, not measured. cascade: "auto" reads the
     pages that requests share once where the cost model predicts that this saves time, "off" never,
-    "always" wherever two requests share a page.
+    "always" wherever two requests share a page. prefill_precision: "fp8" computes the attention of
+    long chunks of prompts in 8 bits, "auto" where this saves time, None never. fused_decode:
+    products of few rows compute the norm before them and the gate after them, too
+    (models/products.py).
     """
 
     overlap: bool | None = None
@@ -71,6 +75,8 @@ class ExecutionConfig:
     clock: Callable[[], float] = time.monotonic
     lockstep: bool = False
     cascade: str = "off"
+    prefill_precision: str | None = None
+    fused_decode: bool = False
 
 
 class Engine:
@@ -128,12 +134,19 @@ class Engine:
         )
         self.costs = PreemptionCosts(spec.page_bytes) if host_pages else None
         self._measured_costs = None if execution.lockstep else self.costs
-        self._draft = None if draft_model is None else self._make_draft(draft_model)
-        self._speculator = _make_speculator(model, spec, speculative_config, self._draft)
+        config, graphs = speculative_config, execution.graphs
+        replays = graphs and config is not None and not config.enforce_eager
+        _check_speculation(config, model, draft_model)
+        self._draft = None
+        if config is not None and draft_model is not None:
+            self._draft = self._make_draft(draft_model, config.shape, replays)
+        self._speculator = _make_speculator(model, spec, config, self._draft)
         self._clock = execution.clock
         self._lockstep = execution.lockstep
         self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size, self.eos_token_ids)
-        self._runner = ModelRunner(model, self.cache, execution.graphs, execution.cascade)
+        shape = config.shape if config is not None and replays else None
+        ways = execution.cascade, execution.prefill_precision, execution.fused_decode
+        self._runner = ModelRunner(model, self.cache, graphs, *ways, shape)
         self._overlap = (
             self.cache.device.type == "cuda" if execution.overlap is None else execution.overlap
         )
@@ -220,6 +233,8 @@ class Engine:
         """Record graphs and compile kernels, so that the first requests do not wait for them."""
         self._check_open()
         self._runner.warm_up(self.limits.max_num_batched_tokens)
+        if self._draft is not None:
+            self._draft.warm_up()
 
     def warm_up_grammars(self) -> None:
         """Prepare for structured output in another thread, if its package is installed."""
@@ -324,12 +339,14 @@ class Engine:
         self.scheduler.num_cached_tokens = before.num_cached_tokens
         self._inconsistent = False
 
-    def _make_draft(self, draft: Model) -> DraftModelProposer:
+    def _make_draft(self, draft: Model, shape: TreeShape, graphs: bool) -> DraftModelProposer:
         limits, size = self.limits, self.cache.spec.page_size
         refusal = "the draft model has {}={}, this one needs {}"
         own, needed = draft.config.vocab_size, self.model.config.vocab_size
         if own != needed:
             raise ValueError(refusal.format("vocab_size", own, needed))
+        if own < (most := max(shape.num_children)):
+            raise ValueError(f"{most} drafts after one token exceed vocab_size={own}")
         own, needed = draft.config.max_seqlen, limits.max_model_len
         if own < needed:
             raise ValueError(refusal.format("max_seqlen", own, needed))
@@ -340,7 +357,7 @@ class Engine:
             max_seqlen=limits.max_model_len,
             prefix_reuse=self.cache.prefix_reuse,
         )
-        return DraftModelProposer(draft, cache, limits.max_num_batched_tokens)
+        return DraftModelProposer(draft, cache, limits.max_num_batched_tokens, shape, graphs)
 
     def _reset_scheduler(self) -> None:
         """Start with empty queues and no step in flight."""
@@ -418,7 +435,8 @@ class Engine:
         """
         now, tokens = time.monotonic(), in_flight.step.num_tokens - in_flight.step.num_drafts
         seconds, self._collected_at = now - max(self._collected_at, in_flight.launched_at), now
-        self._recorder.count_step(in_flight.step, num_generated, waited_s, in_flight.unread_tokens)
+        counts = in_flight.unread_tokens, in_flight.tokens_8bit
+        self._recorder.count_step(in_flight.step, num_generated, waited_s, *counts)
         if in_flight.step.streamed_pages:
             self.scheduler.pacer.observe(seconds)
         elif self._measured_costs and tokens >= _MOSTLY_PREFILL * len(in_flight.step.chunks):
@@ -436,8 +454,6 @@ class Engine:
 def _make_speculator(
     model: Model, spec: Spec, config: SpeculativeConfig | None, draft: DraftModelProposer | None
 ) -> Speculator | None:
-    if (config is not None and config.method == "draft") != (draft is not None):
-        raise ValueError('method="draft" of speculative_config needs draft_model, and only it does')
     if config is None:
         return None
     sizes = model.config
@@ -445,6 +461,28 @@ def _make_speculator(
     hardware, token_bytes = planned_for(model.device), spec.page_bytes / spec.page_size
     roofline = DecodeRoofline(hardware, model.dtype, weights, token_bytes)
     return Speculator(config, draft or NgramProposer(config), roofline.free_tokens)
+
+
+def _check_speculation(config: SpeculativeConfig | None, model: Model, draft: Model | None) -> None:
+    """Check that there is a draft model if there must be one, and that models compute trees if they
+    are asked for.
+    """
+    if (config is not None and config.method == "draft") != (draft is not None):
+        raise ValueError('method="draft" of speculative_config needs draft_model, and only it does')
+    if config is None:
+        return
+    if not config.shape.is_chain:
+        _check_tree_model("the model", model)
+    if config.shape.branches_late and draft is not None:
+        _check_tree_model("a draft model of which several drafts of a depth have children", draft)
+
+
+def _check_tree_model(name: str, model: Model) -> None:
+    tree = "speculative_token_tree is not served:"
+    if not isinstance(model, Decoder):
+        raise ValueError(f"{tree} {name} runs through transformers")
+    if any(model.windows):
+        raise ValueError(f"{tree} {name} has layers with a window")
 
 
 def _salt(salt: bytes) -> str:

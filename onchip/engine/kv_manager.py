@@ -42,6 +42,7 @@ class PagedCache(Protocol):
     def append_tokens(self, sequence: Any, tokens: Sequence[int]) -> None: ...
     def fork(self, sequence: Any) -> Any: ...
     def truncate(self, sequence: Any, length: int) -> None: ...
+    def move_tokens(self, sequence: Any, sources: Sequence[int], start: int) -> None: ...
     def commit_all(self, sequences: Sequence[Any], lengths: Sequence[int]) -> None: ...
     def free(self, sequence: Any) -> None: ...
     def offload(self, sequence: Any, num_pages: int) -> int: ...
@@ -120,13 +121,16 @@ class KVManager:
         """
         return self._cache.reserve_all([sample.sequence], [num_drafts])
 
-    def roll_back(self, sample: Sample) -> None:
+    def roll_back(self, sample: Sample, start: int, path: Sequence[int]) -> None:
         """Drop the slots of rejected drafts, and give the cache the tokens of the others. The last
-        token of the sample has no slot yet.
+        token of the sample has no slot yet. start: position of the first draft's slot; path: the
+        accepted drafts, whose keys and values move to consecutive slots.
         """
         sequence = sample.sequence
         if sequence is None or sample.request.host_group is not None:
             return  # ended, or preempted during the step, which dropped all drafts
+        kept = path[: max(0, sample.length - 1 - start)]
+        self._cache.move_tokens(sequence, [start + draft for draft in kept], start)
         self._cache.truncate(sequence, min(sequence.length, sample.length - 1))
         self._append_known(sample)
 

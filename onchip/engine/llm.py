@@ -42,9 +42,12 @@ class LLM:
     "auto" for the checkpoint's own. kv_dtype: "fp8" (e4m3) or "int8" for 8-bit pages, of which
     twice as many fit; None for dtype. seed: for requests without one. enforce_eager: use no CUDA
     graphs. disable_cascade_attn: False reads the pages that requests share once for all of them,
-    where the cost model predicts that it saves time. num_pages: pages of the cache; None for as
-    many as fit. speculative_config: a dict with the names of `SpeculativeConfig`; outputs do not
-    change, see docs/engine.md.
+    where the cost model predicts that it saves time. prefill_precision: "fp8" computes the
+    attention of long prompts in 8 bits, which changes outputs, "auto" where this is faster, None
+    never. fused_decode: True computes steps of up to 16 tokens with matrix products that include
+    the norm before them and the gate after them, on a GPU with native decoders; see docs/engine.md.
+    num_pages: pages of the cache; None for as many as fit. speculative_config: a dict with the
+    names of `SpeculativeConfig`; outputs do not change, see docs/engine.md.
 
     tensor_parallel_size: torchrun starts this many processes, which all make the same calls. All
     ranks must decide alike, so nothing may depend on time: no graphs, swaps wait for their copies,
@@ -72,6 +75,8 @@ class LLM:
         max_num_batched_tokens: int = 8192,
         enforce_eager: bool = False,
         disable_cascade_attn: bool = True,
+        prefill_precision: str | None = None,
+        fused_decode: bool = False,
         device: str | torch.device | None = None,
         num_pages: int | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
@@ -92,7 +97,6 @@ class LLM:
             raise ValueError(f"{kv_offloading_size=} is not served with {tensor_parallel_size=}")
         if num_pages is None:
             share, paging = gpu_memory_utilization, memory.Paging(block_size, kv_dtype)
-            rows = 1 + (speculation.num_speculative_tokens if speculation else 0)
             num_pages = ranks.take_minimum(
                 memory.device_pages(
                     loaded,
@@ -100,10 +104,12 @@ class LLM:
                     paging,
                     share,
                     graphs=graphs,
-                    rows_per_seq=rows,
+                    speculation=speculation,
                     draft=draft,
                     offloads=kv_offloading_size > 0,
                     cascade=cascade,
+                    prefill_precision=prefill_precision,
+                    fused_decode=fused_decode,
                 )
             )
         self.engine = Engine(
@@ -125,6 +131,8 @@ class LLM:
                 clock=ranks.clock,
                 lockstep=not ranks.is_single,
                 cascade=cascade,
+                prefill_precision=prefill_precision,
+                fused_decode=fused_decode,
             ),
         )
         self._ranks = ranks

@@ -10,6 +10,8 @@ from onchip.cost.prefixes import TILE_ROWS
 from onchip.engine.cascade import EAGER_SLOTS, MOST_TOKENS
 from onchip.engine.engine import Engine, ExecutionConfig
 from onchip.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from onchip.engine.speculation.config import SpeculativeConfig
+from onchip.engine.speculation.draft import chunk_length
 from onchip.engine.step import Limits
 from onchip.kvcache import Spec
 from onchip.kvcache.offload import PREFIX_SEGMENT_BYTES
@@ -21,6 +23,7 @@ _TRIAL_TOKENS = 4096  # sequence length at which kernels use all of their scratc
 # Of the tables of own and shared pages, for an entry of the page table: an int32 entry, the int64
 # index that it is gathered by, and a quarter of these for the slots.
 _CASCADE_ENTRY_BYTES = 16
+_BLOCK = 128  # tokens of a block of quantised operands, which share a scale
 _ALL_SAMPLING_OPTIONS = SamplingParams(
     max_tokens=2,
     ignore_eos=True,
@@ -47,28 +50,32 @@ def device_pages(
     utilization: float,
     *,
     graphs: bool = True,
-    rows_per_seq: int = 1,
+    speculation: SpeculativeConfig | None = None,
     draft: Model | None = None,
     offloads: bool = False,
     cascade: str = "off",
+    prefill_precision: str | None = None,
+    fused_decode: bool = False,
 ) -> int:
     """Pages for a cache: the part of `utilization` of a GPU's memory that is left, or a quarter of
     the free host memory, but never more than max_num_seqs sequences of max_model_len can fill.
-    graphs: whether steps will be recorded. rows_per_seq: rows of logits that a sequence may have in
-    a step; several with drafts. draft: a model whose cache has as many pages. offloads: pages will
-    stream from host memory. cascade: of `ExecutionConfig`.
+    graphs: whether steps will be recorded. speculation: with drafts, a sequence has several rows of
+    logits in a step. draft: its model, whose cache has as many pages. offloads: pages will stream
+    from host memory. cascade, prefill_precision, fused_decode: of `ExecutionConfig`.
     """
     spec = model.cache_spec(*paging)
     most = 1 + limits.max_num_seqs * -(-limits.max_model_len // paging.page_size)
     if model.device.type == "cuda":
-        recorded = ExecutionConfig(cascade=cascade) if graphs else None
-        free_bytes = _free_gpu_bytes(model, limits, paging, utilization, recorded, rows_per_seq)
+        recorded = ExecutionConfig(cascade=cascade, fused_decode=fused_decode) if graphs else None
+        free_bytes = _free_gpu_bytes(model, limits, paging, utilization, recorded, speculation)
         free_bytes -= _streaming_bytes(model, limits) if offloads else 0
         free_bytes -= _cascade_bytes(model, limits, paging) if cascade != "off" else 0
+        free_bytes -= _prefill_bytes(model, limits) if prefill_precision is not None else 0
     else:
         free_bytes = int(_HOST_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if draft is not None:
-        free_bytes = _share_with_draft(free_bytes, spec, draft, limits, paging)
+        config = speculation if graphs else None
+        free_bytes = _share_with_draft(free_bytes, spec, draft, limits, paging, config)
     pages = min(most, spec.pages_in(max(0, free_bytes)))
     if pages < 2:
         raise ValueError(
@@ -79,13 +86,32 @@ def device_pages(
 
 
 def _share_with_draft(
-    free_bytes: int, spec: Spec, draft: Model, limits: Limits, paging: Paging
+    free_bytes: int,
+    spec: Spec,
+    draft: Model,
+    limits: Limits,
+    paging: Paging,
+    config: SpeculativeConfig | None,
 ) -> int:
-    """The bytes that are left if the cache of the draft model has as many pages."""
+    """The bytes that are left if the cache of the draft model has as many pages. config: of its
+    graphs; None without any.
+    """
     if draft.device.type == "cuda":
-        free_bytes -= _step_bytes(draft, limits, Paging(paging.page_size))
+        own = Paging(paging.page_size)
+        free_bytes -= _step_bytes(draft, limits, own)
+        if config is not None and not config.enforce_eager:
+            same = _with_equal_graphs(config)
+            free_bytes -= _graph_bytes(draft, limits, own, ExecutionConfig(), same)
     draft_bytes = draft.cache_spec(paging.page_size).page_bytes
     return free_bytes * spec.page_bytes // (spec.page_bytes + draft_bytes)
+
+
+def _with_equal_graphs(config: SpeculativeConfig) -> SpeculativeConfig:
+    """Drafts whose verification has the graphs that a draft model has for drafts of this config."""
+    count, tree = chunk_length(config.shape) - 1, None
+    if config.shape.branches_late:
+        tree = str([(rank,) for rank in range(count)])
+    return SpeculativeConfig(count, enforce_eager=False, speculative_token_tree=tree)
 
 
 def host_pages(spec: Spec, swap_space: float, num_pages: int) -> int:
@@ -116,16 +142,17 @@ def _free_gpu_bytes(
     paging: Paging,
     utilization: float,
     recorded: ExecutionConfig | None,
-    rows_per_seq: int = 1,
+    speculation: SpeculativeConfig | None = None,
 ) -> int:
     """recorded: how steps with graphs run; None without graphs."""
     if not 0 < utilization <= 1:
         raise ValueError(f"gpu_memory_utilization={utilization} must be above 0 and at most 1")
+    rows_per_seq = 1 + (speculation.num_speculative_tokens if speculation else 0)
     rows = min(limits.max_num_seqs * rows_per_seq, limits.max_num_batched_tokens)
     fixed = _step_bytes(model, replace(limits, max_num_seqs=rows), paging)
     fixed += _staging_bytes(model, paging)
     if recorded is not None:
-        fixed += _graph_bytes(model, limits, paging, recorded)
+        fixed += _graph_bytes(model, limits, paging, recorded, speculation)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     return int(total * utilization) - (total - free) - fixed
@@ -179,11 +206,32 @@ def _cascade_bytes(model: Model, limits: Limits, paging: Paging) -> int:
     return output_bytes + _CASCADE_ENTRY_BYTES * limits.max_num_seqs * _table_width(limits, paging)
 
 
-def _graph_bytes(model: Model, limits: Limits, paging: Paging, execution: ExecutionConfig) -> int:
+def _prefill_bytes(model: Model, limits: Limits) -> int:
+    """Memory of a step besides `_step_bytes` that computes attention in 8 bits: queries, keys and
+    values of the longest sequence in 8 bits and whole blocks, and the outputs of its chunk, which
+    are joined with those of the others.
+    """
+    tokens, spec = limits.max_num_batched_tokens, model.cache_spec()
+    heads, kv_heads = model.config.num_heads, model.config.num_kv_heads
+    width, width_v = (max(64, 1 << (n - 1).bit_length()) for n in (spec.head_dim, spec.head_dim_v))
+    queries, keys = (-(-n // _BLOCK) * _BLOCK for n in (tokens, limits.max_model_len))
+    quantised = queries * heads * width + keys * kv_heads * (width + width_v)
+    return quantised + 2 * tokens * heads * spec.head_dim_v * model.dtype.itemsize
+
+
+def _graph_bytes(
+    model: Model,
+    limits: Limits,
+    paging: Paging,
+    execution: ExecutionConfig,
+    speculation: SpeculativeConfig | None = None,
+) -> int:
     """Memory of the graphs, of their shared page table, and of the tables of a cascade."""
     width = _table_width(limits, paging)
     pages = 1 + min(width, -(-_TRIAL_TOKENS // paging.page_size))
     options = {**paging._asdict(), "execution": execution}
+    if speculation is not None:  # the method changes no graph
+        options["speculative_config"] = replace(speculation, method="ngram", model=None)
     entry_bytes = 4 + (0 if execution.cascade == "off" else _CASCADE_ENTRY_BYTES)
     with Engine(model, None, limits=limits, num_pages=pages, **options) as engine:
         return engine.graph_bytes() + entry_bytes * limits.max_num_seqs * width

@@ -23,18 +23,27 @@ from torch import Tensor
 
 from onchip.engine.cascade import MOST_TOKENS, BatchRows, CascadeStep, make_planner
 from onchip.engine.cpu_threads import StepThreads
-from onchip.engine.cuda_graphs import StepGraphs, fill_in_sampled
+from onchip.engine.cuda_graphs import StepGraphs, can_record, fill_in_sampled
 from onchip.engine.pooling import PooledRows, add_rows, claim_rows, needs_all_rows
+from onchip.engine.prefill_precision import make_prefill_planner
 from onchip.engine.request import Request, Sample, SampledToken
-from onchip.engine.sampler import SamplerOutput, SamplingMetadataCache, compute_logprobs, sample
-from onchip.engine.sampling_params import SamplingParams
+from onchip.engine.sampler import (
+    SamplerOutput,
+    SamplingMetadataCache,
+    compile_sampler,
+    compute_logprobs,
+    sample,
+)
+from onchip.engine.speculation.tree import TreeShape
 from onchip.engine.speculation.verify import rows_for_sampler
 from onchip.engine.step import Chunk, ScheduledStep
-from onchip.kvcache import KVCache
-from onchip.models import Decoder, Model, positions_of
+from onchip.kvcache import KVCache, PagedBatch
+from onchip.kvcache.draft_trees import count_tree_numbers, pack_trees
+from onchip.kvcache.prefill_chunks import PrefillChunks
+from onchip.models import Model, positions_of
+from onchip.models.products import fuse_products
 
 _EMPTY = torch.empty(0)
-_WARM_UP_PARAMS = SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_p=0.5)
 _PROMPT_ROWS = 256  # rows of prompt logits that exist at a time: each is vocab_size wide
 
 
@@ -43,7 +52,8 @@ class InFlightStep:
     """A step queued on the device, and its results. event: set when the results have arrived on the
     host; None on the CPU, where they are complete at once. prompts: prompt logprobs by request.
     unread_tokens: keys that each layer did not read again (cascade.py); 0 without a cascade.
-    pooled: sums of hidden states for embeddings.
+    pooled: sums of hidden states for embeddings. tokens_8bit: those whose attention was computed in
+    8 bits.
     """
 
     step: ScheduledStep
@@ -53,6 +63,7 @@ class InFlightStep:
     launched_at: float
     unread_tokens: int = 0
     pooled: Sequence[tuple[PooledRows, Tensor]] = ()
+    tokens_8bit: int = 0
 
     def wait(self) -> None:
         if self.event is not None:
@@ -63,7 +74,7 @@ class InFlightStep:
 class _ForwardOutput:
     """hidden: of the rows to sample, then of the last row of each embedding of
     `claimed`. all_hidden: of all rows, if any embedding or prompt logprobs need them. shared: the
-    pages that were read once.
+    pages that were read once. prefill: the chunks in 8 bits.
     """
 
     hidden: Tensor
@@ -71,6 +82,11 @@ class _ForwardOutput:
     prompts: Sequence[tuple[Request, SamplerOutput]] = ()
     all_hidden: Tensor | None = None
     shared: CascadeStep | None = None
+    prefill: PrefillChunks | None = None
+
+    @property
+    def tokens_8bit(self) -> int:
+        return 0 if self.prefill is None else self.prefill.num_tokens
 
     @property
     def unread_tokens(self) -> int:
@@ -96,37 +112,47 @@ class ModelRunner:
     launched in order, and a sample with an unknown last token may only be in the next step. graphs:
     replay steps from CUDA graphs where `StepGraphs` has one (native decoders on a GPU). cascade:
     "auto" reads the pages that sequences share once where this is predicted to save time, "always"
-    wherever two share a page, "off" never.
+    wherever two share a page, "off" never. prefill_precision: see prefill_precision.py.
+    fused_decode: native decoders compute steps of few rows with `fuse_products`. drafts: steps with
+    drafts of this shape have graphs of their own.
     """
 
-    def __init__(self, model: Model, cache: KVCache, graphs: bool = True, cascade: str = "off"):
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        graphs: bool = True,
+        cascade: str = "off",
+        prefill_precision: str | None = None,
+        fused_decode: bool = False,
+        drafts: TreeShape | None = None,
+    ):
         self._model, self._cache, self._device = model, cache, cache.device
+        self._fused_decode = fused_decode
         self._last_tokens = torch.zeros(cache.max_seqs, dtype=torch.int64, device=cache.device)
         self._metadata_cache, self._threads = (
             SamplingMetadataCache(cache.device),
             StepThreads(model),
         )
-        # Modules of transformers may branch on tensor values, which a graph cannot record.
-        replayed = graphs and isinstance(model, Decoder) and cache.device.type == "cuda"
         self._cascade = make_planner(model, cache, cascade)
-        self._graphs = (
-            StepGraphs(model, cache, self._last_tokens, self._cascade) if replayed else None
-        )
+        self._prefill = make_prefill_planner(model, cache, prefill_precision)
+        self._graphs = None
+        if graphs and can_record(model, cache):
+            lengths = [] if drafts is None else [1 + len(drafts.paths)]
+            trees = drafts is not None and not drafts.is_chain
+            self._graphs = StepGraphs(
+                model, cache, self._last_tokens, self._cascade, lengths, trees
+            )
 
     @torch.inference_mode()
     def warm_up(self, most_tokens: int) -> None:
         """Record the graphs of steps with at most `most_tokens` tokens, and compile the sampling
         kernels.
         """
-        if self._device.type == "cpu":
-            return
-        if self._graphs is not None:
-            self._graphs.record_all(most_tokens)
-        model = self._model
-        hidden = torch.zeros(1, model.width, dtype=model.dtype, device=model.device)
-        for params in _WARM_UP_PARAMS:
-            metadata = self._metadata_cache.make([Request("", [0], params).samples[0]])
-            sample(model.logits(hidden, wide=False), metadata)
+        with fuse_products(self._fused_decode):
+            if self._graphs is not None:
+                self._graphs.record_all(most_tokens)
+            compile_sampler(self._model)
 
     @torch.inference_mode()
     def graph_bytes(self, most_tokens: int) -> int:
@@ -135,12 +161,16 @@ class ModelRunner:
         """
         if self._graphs is None:
             return 0
-        return self._graphs.estimate_bytes(most_tokens, partial(_used_bytes, self._device))
+        with fuse_products(self._fused_decode):
+            return self._graphs.estimate_bytes(most_tokens, partial(_used_bytes, self._device))
 
     @torch.inference_mode()
     def launch(self, step: ScheduledStep) -> InFlightStep:
         """Queue a step: forward pass, sampling, and the copies to the host."""
-        with self._threads.limit_for(step.chunks, len(step.rows_to_sample)):
+        with (
+            fuse_products(self._fused_decode),
+            self._threads.limit_for(step.chunks, len(step.rows_to_sample)),
+        ):
             return self._launch(step)
 
     def _launch(self, step: ScheduledStep) -> InFlightStep:
@@ -151,10 +181,9 @@ class ModelRunner:
             hidden = forward.hidden[:num_sampled] if forward.claimed else forward.hidden
             sampled = self._sample(hidden, step)
         pooled = forward.pool(num_sampled)
+        counts = {"unread_tokens": forward.unread_tokens, "tokens_8bit": forward.tokens_8bit}
         return self._copy_results(
-            InFlightStep(
-                step, sampled, forward.prompts, None, started, forward.unread_tokens, pooled
-            )
+            InFlightStep(step, sampled, forward.prompts, None, started, pooled=pooled, **counts)
         )
 
     def _forward(self, step: ScheduledStep) -> "_ForwardOutput":
@@ -163,20 +192,21 @@ class ModelRunner:
         if graphs is not None and _is_decode_only(step):
             shared = self._plan_for_graph(graphs, step, is_decode_only=True)
             ids = _int32_tensor(_token_ids(step.chunks))
-            return _ForwardOutput(graphs.replay(step, ids, shared), shared=shared)
+            return _ForwardOutput(graphs.replay(step.sequences, ids, shared), shared=shared)
         claimed = claim_rows(step, _chunk_ends(step.chunks))
         rows = _logit_rows(step) + [pooled.rows.stop - 1 for pooled in claimed]
         if (
             graphs is not None
-            and graphs.has_graph_for(step.num_tokens)
-            and len(rows) <= self._cache.max_seqs  # drafts may have more rows
+            and graphs.has_graph_for(step.sequences, len(rows), step.has_trees)
             and not _needs_prompt_logprobs(step)
             and not needs_all_rows(step)
         ):
-            shared = self._plan_for_graph(graphs, step, is_decode_only=False)
+            # Graphs with a cascade have no trees, and fewer rows than drafts may have.
+            has_space = len(rows) <= self._cache.max_seqs and not step.has_trees
+            shared = self._plan_for_graph(graphs, step, is_decode_only=False) if has_space else None
             numbers = _int32_tensor(_token_ids(step.chunks) + rows)
             ids, at = numbers.split([step.num_tokens, len(rows)])
-            hidden = graphs.replay_mixed(step, ids, at, shared)
+            hidden = graphs.replay_mixed(step.sequences, ids, at, shared, _tree_parents(step))
             return _ForwardOutput(hidden, claimed, shared=shared)
         return self._forward_eagerly(step, rows, claimed, self._plan_cascade(step))
 
@@ -215,12 +245,17 @@ class ModelRunner:
     ) -> "_ForwardOutput":
         """Hidden states of these rows (forks share one), and requested prompt logprobs."""
         tokens, ends = _token_ids(step.chunks), _chunk_ends(step.chunks)
-        extra = _int32_tensor(tokens + rows)
+        parents = _tree_parents(step)
+        extra = _int32_tensor(tokens + rows + pack_trees(parents or ()))
         extra = extra if shared is None else torch.cat([extra, shared.numbers])
         batch = self._cache.view(step.sequences, extra=extra)
-        ids, at, numbers = batch.extra.tensor_split([len(tokens), len(tokens) + len(rows)])
+        sizes = accumulate([len(tokens), len(rows), _count_tree_numbers(step)])
+        ids, at, trees, numbers = batch.extra.tensor_split(list(sizes))
+        if parents is not None:
+            batch = batch.grow_trees(trees)
         if shared is not None:
             batch = batch.share(numbers, shared.shape, self._cache.spec.page_size)
+        batch = self._plan_prefill(step, batch)
         if min(tokens) < 0:
             ids = fill_in_sampled(ids, self._last_tokens)
         requested = [
@@ -230,7 +265,7 @@ class ModelRunner:
         ]
         if not requested and not needs_all_rows(step):
             hidden = self._model(ids, positions_of(batch), batch, self._cache, at)
-            return _ForwardOutput(hidden, claimed, shared=shared)
+            return _ForwardOutput(hidden, claimed, shared=shared, prefill=batch.prefill)
         hidden = self._model(ids, positions_of(batch), batch, self._cache)
         prompts = [
             (
@@ -239,7 +274,23 @@ class ModelRunner:
             )
             for chunk, end in requested
         ]
-        return _ForwardOutput(hidden.index_select(0, at), claimed, prompts, hidden, shared)
+        hidden_at = hidden.index_select(0, at)
+        return _ForwardOutput(hidden_at, claimed, prompts, hidden, shared, batch.prefill)
+
+    def _plan_prefill(self, step: ScheduledStep, batch: PagedBatch) -> PagedBatch:
+        """The batch with its chunks in 8 bits. Steps that read host memory or have a cascade have
+        none.
+        """
+        if self._prefill is None or batch.shared is not None or self._reads_host(step):
+            return batch
+        chunks = self._prefill.plan(step.chunks)
+        if not chunks:
+            return batch
+        chosen = {chunk.sequence for chunk in chunks}
+        others = [s for i, s in enumerate(step.sequences) if i not in chosen]
+        rest = self._cache.view(others) if others else None
+        how = self._prefill.precision, self._prefill.kernel
+        return batch._replace(prefill=PrefillChunks(*how, chunks, rest))
 
     def _sample(self, hidden: Tensor, step: ScheduledStep) -> SamplerOutput:
         samples = rows_for_sampler(step)
@@ -309,13 +360,22 @@ def _batch_rows(step: ScheduledStep) -> BatchRows:
 def _token_ids(chunks: Sequence[Chunk]) -> list[int]:
     """Token ids of the chunks; the id ~i means the i-th token that the last step sampled."""
     tokens = []
-    for owner, start, stop, _, drafts in chunks:
+    for owner, start, stop, _, drafts, _ in chunks:
         if owner.pending:  # a decode: the last step sampled its only token
             tokens.append(~owner.row)
         else:
             tokens += owner.tokens(start, stop)
             tokens += drafts
     return tokens
+
+
+def _tree_parents(step: ScheduledStep) -> list[list[int]] | None:
+    """For `pack_trees`; None if the drafts of each sample are a chain."""
+    return [chunk.token_parents for chunk in step.chunks] if step.has_trees else None
+
+
+def _count_tree_numbers(step: ScheduledStep) -> int:
+    return count_tree_numbers(step.num_tokens) if step.has_trees else 0
 
 
 def _int32_tensor(values: Sequence[int]) -> Tensor:

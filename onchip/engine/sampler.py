@@ -24,8 +24,12 @@ from torch import Tensor
 
 from onchip.core.device import device_info
 from onchip.engine.request import Request, Sample, SampledToken
+from onchip.engine.sampling_params import SamplingParams
 from onchip.engine.structure.bitmask import TokenBitmask, fill_bitmask
+from onchip.models import Model
 
+_WARM_UP_PARAMS = SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_p=0.5)
+_WARM_UP_ROWS = 16, 8, 4, 2, 1
 _UNIT = 2.0**40  # 2^18 tokens of weight 1 still fit into 63 bits
 _GOLDEN, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 _DIGITS = (
@@ -199,6 +203,19 @@ class SamplingMetadataCache:
         sampled = [s for s in samples if not s.request.beams]
         self._random = [s for s in sampled if not s.request.params.is_greedy]
         return metadata
+
+
+def compile_sampler(model: Model) -> None:
+    """Compile the kernels that compute logits of few rows and sample from them; nothing on the CPU.
+    Products of few rows have a kernel for each of _WARM_UP_ROWS (kernels/tiles.py).
+    """
+    if model.device.type == "cpu":
+        return
+    hidden = torch.zeros(max(_WARM_UP_ROWS), model.width, dtype=model.dtype, device=model.device)
+    all_logits = [model.logits(hidden[:rows], wide=False) for rows in _WARM_UP_ROWS]
+    for params in _WARM_UP_PARAMS:
+        metadata = make_sampling_metadata([Request("", [0], params).samples[0]], model.device)
+        sample(all_logits[-1], metadata)
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:

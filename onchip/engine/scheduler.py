@@ -61,6 +61,7 @@ from onchip.engine.preemption_costs import PreemptionCosts
 from onchip.engine.request import Request, RequestMetrics, Sample, SampledToken, Status
 from onchip.engine.request_queue import RequestQueue
 from onchip.engine.speculation.speculator import SpeculationStats, Speculator
+from onchip.engine.speculation.tree import DraftTree
 from onchip.engine.speculation.verify import split_rows
 from onchip.engine.step import Chunk, Limits, RejectedRequest, ScheduledStep
 from onchip.engine.stream_pacer import StreamPacer
@@ -81,11 +82,11 @@ class _Plan:
         self.chunks |= chunks
         self.budget -= sum([c.stop - c.start for listed in chunks.values() for c in listed])
 
-    def add_drafts(self, chunk: Chunk, drafts: tuple[int, ...]) -> None:
+    def add_drafts(self, chunk: Chunk, tree: DraftTree) -> None:
         """Append drafts to a chunk of this plan."""
-        listed = self.chunks[chunk.sample.request]
-        at = listed.index(chunk)
-        listed[at] = chunk._replace(stop=chunk.stop + len(drafts), drafts=drafts)
+        listed, (drafts, parents) = self.chunks[chunk.sample.request], tree
+        stop = chunk.stop + len(drafts)
+        listed[listed.index(chunk)] = chunk._replace(stop=stop, drafts=drafts, parents=parents)
         self.budget -= len(drafts)
 
     def drop(self, request: Request) -> None:
@@ -286,10 +287,10 @@ class Scheduler:
         sampled = _check_count(sampled, step.rows_to_sample)
         self._in_flight.popleft()
         touched: dict[Request, None] = {}
-        for chunk, sample, tokens in split_rows(step, sampled):
+        for chunk, sample, tokens, path in split_rows(step, sampled):
             if sample.pending:
                 if chunk.drafts:
-                    self._append_verified(chunk, tokens)
+                    self._append_verified(chunk, sample, tokens, path)
                 else:
                     sample.append(tokens[0])
                 if sample.end is not None:
@@ -421,10 +422,10 @@ class Scheduler:
         """Append drafts to decodes, as many as fit."""
         if self._speculator is None:
             return
-        for chunk, drafts in self._speculator.propose(plan.list_chunks(), plan.budget):
-            if self._kv.append_drafts(chunk.sample, len(drafts)) is not None:
+        for chunk, tree in self._speculator.propose(plan.list_chunks(), plan.budget):
+            if self._kv.append_drafts(chunk.sample, len(tree.tokens)) is not None:
                 return
-            plan.add_drafts(chunk, drafts)
+            plan.add_drafts(chunk, tree)
 
     def _record_long(self, plan: _Plan) -> int:
         """Tell the pacer about the long requests of a step. Return the pages that it streams."""
@@ -649,11 +650,16 @@ class Scheduler:
                 request.metrics = replace(request.metrics, first_token_s=self.clock())
         self._kv.append_last([sample for _, sample in step.rows_to_sample])
 
-    def _append_verified(self, chunk: Chunk, tokens: Sequence[SampledToken]) -> None:
+    def _append_verified(
+        self,
+        chunk: Chunk,
+        sample: Sample,
+        tokens: Sequence[SampledToken],
+        path: Sequence[int],
+    ) -> None:
         """Append the tokens of a chunk with drafts, and drop its rejected drafts."""
-        sample = chunk.sample
         num_accepted = max(0, sample.append_accepted(tokens) - 1)
-        self._kv.roll_back(sample)
+        self._kv.roll_back(sample, chunk.stop - len(chunk.drafts), path)
         if self._speculator is not None:
             self._speculator.observe(sample, len(chunk.drafts), num_accepted)
 

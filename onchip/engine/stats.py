@@ -20,8 +20,9 @@ class EngineStats:
     work. pages_offloaded: pages of long requests in host memory, which has pages_offloadable.
     pages_streamed: such pages that all steps read. tokens_*: since the start; prefilled tokens are
     those without a sampled row, counted each time they are computed. cascade_steps: steps that read
-    shared pages once; tokens_unread: keys that each layer of these did not read again. waited_s:
-    total time spent waiting for the device. last_step_s: its duration; last_step_at: its end, by
+    shared pages once; tokens_unread: keys that each layer of these did not read again.
+    tokens_prefilled_8bit: prefilled tokens whose attention was computed in 8 bits. waited_s: total
+    time spent waiting for the device. last_step_s: its duration; last_step_at: its end, by
     time.monotonic(). speculation: None without drafts.
     """
 
@@ -44,6 +45,7 @@ class EngineStats:
     steps: int = 0
     cascade_steps: int = 0
     tokens_unread: int = 0
+    tokens_prefilled_8bit: int = 0
     waited_s: float = 0.0
     last_step_s: float = 0.0
     last_step_at: float = 0.0
@@ -65,10 +67,15 @@ class StatsRecorder:
         )
 
     def count_step(
-        self, step: ScheduledStep, num_generated: int, waited_s: float, unread_tokens: int = 0
+        self,
+        step: ScheduledStep,
+        num_generated: int,
+        waited_s: float,
+        unread_tokens: int = 0,
+        tokens_8bit: int = 0,
     ) -> None:
-        """Count a collected step, its new tokens, the time spent waiting for it, and the keys that
-        it did not read again.
+        """Count a collected step, its new tokens, the time spent waiting for it, the keys that it
+        did not read again, and the tokens whose attention was computed in 8 bits.
         """
         old, num_sampled = self.latest, sum([bool(chunk.sampled_by) for chunk in step.chunks])
         self.latest = replace(
@@ -78,6 +85,7 @@ class StatsRecorder:
             steps=old.steps + 1,
             cascade_steps=old.cascade_steps + (unread_tokens > 0),
             tokens_unread=old.tokens_unread + unread_tokens,
+            tokens_prefilled_8bit=old.tokens_prefilled_8bit + tokens_8bit,
             pages_streamed=old.pages_streamed + step.streamed_pages,
             waited_s=old.waited_s + waited_s,
         )

@@ -47,7 +47,7 @@ class Chunk(NamedTuple):
     samples its next token from the logits of the chunk's last token: several do after the prompt of
     a request with n > 1, none before the chunk reaches the end of the known tokens. drafts: the
     last tokens of the chunk, guessed (speculation/). The sample then samples a token at each of
-    them, too, and at the token before them.
+    them, too, and at the token before them. parents: of a DraftTree; () for a chain.
     """
 
     sample: Sample
@@ -55,6 +55,16 @@ class Chunk(NamedTuple):
     stop: int
     sampled_by: tuple[Sample, ...]
     drafts: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    @property
+    def token_parents(self) -> list[int]:
+        """The index in this chunk of the token before each one; -1 for the first."""
+        before = range(-1, self.num_tokens - 1)
+        if not self.parents:
+            return list(before)
+        known = self.num_tokens - len(self.drafts)
+        return [*before[:known], *(known + parent for parent in self.parents)]
 
     @property
     def num_tokens(self) -> int:
@@ -90,6 +100,11 @@ class ScheduledStep:
     @cached_property
     def num_drafts(self) -> int:
         return sum([len(chunk.drafts) for chunk in self.chunks if chunk.drafts])
+
+    @cached_property
+    def has_trees(self) -> bool:
+        """The drafts of a sample are no chain."""
+        return any([bool(chunk.parents) for chunk in self.chunks])
 
     @cached_property
     def needs_tokens(self) -> bool:

@@ -246,6 +246,23 @@ class KVCache:
         del sequence.tokens[length:]
         del sequence.chain.keys[length // self.spec.page_size :]
 
+    def move_tokens(self, sequence: Sequence, sources: abc.Sequence[int], start: int) -> None:
+        """Copy keys and values of the tokens at these positions, which rise, to the positions from
+        `start` on. No other sequence may read these, and the tokens there must have no ids yet.
+        """
+        table, size = self.resident(sequence), self.spec.page_size
+        positions = *sources, *range(start, start + len(sources))
+        places = [position - sequence.host_tokens for position in positions]
+        if places and not 0 <= min(places) <= max(places) < table.length:
+            raise ValueError(f"positions {list(sources)} and {start=} of {sequence}")
+        if start < len(sequence.tokens):
+            raise ValueError(f"{start=}, but {len(sequence.tokens)} tokens have ids")
+        pages = table.pages_from(0)
+        slots = [pages[place // size] * size + place % size for place in places]
+        pairs = zip(slots[: len(sources)], slots[len(sources) :], strict=True)
+        if moved := [pair for pair in pairs if pair[0] != pair[1]]:
+            self.pages.move_slots(moved)
+
     def commit(self, sequence: Sequence, length: int | None = None) -> None:
         """Keys and values of the first `length` tokens (default: all) are written in every layer.
         From now on `open` may share them.

@@ -186,6 +186,18 @@ class PageTensors:
                 source, target = pairs.unbind(1)
                 pages.index_copy_(1, target, pages.index_select(1, source))
 
+    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy slots (source, target) in all layers at once, as if all were read before any is
+        written.
+        """
+        moved = to_device(torch.tensor(pairs), self.k.device)
+        size = self.spec.page_size
+        (source, target), (at, to) = (moved // size).unbind(1), (moved % size).unbind(1)
+        for tokens in self.tensors[:2]:
+            tokens[:, target, to] = tokens[:, source, at]
+        for scales in self.tensors[2:]:
+            scales[:, target, :, to] = scales[:, source, :, at]
+
     def _check_write(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         spec, count = self.spec, slot_mapping.shape[0] if slot_mapping.dim() == 1 else -1
         for name, t, dim in (("k", k, spec.head_dim), ("v", v, spec.head_dim_v)):

@@ -4,12 +4,14 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from onchip.kvcache.draft_trees import TreeRows, read_trees
 from onchip.kvcache.offload import HostRange
+from onchip.kvcache.prefill_chunks import PrefillChunks
 from onchip.kvcache.shared_prefixes import SharedPrefixes, SharedShape, share_prefixes
 
 _ALIGN = 32  # int32 elements: every tensor of a batch starts on a multiple of 128 bytes
@@ -62,7 +64,8 @@ class PagedBatch(NamedTuple):
     cu_seqlens_q: (num_seqs + 1,), offsets of the new tokens; max_seqlen_q: at least the longest
     query length; extra: numbers of the caller. host_prefixes: of sequences that were offloaded in
     part. Lengths and slots of these count from the first page in the table. shared: the pages that
-    groups of sequences read once, if the step has any.
+    groups of sequences read once, if the step has any. prefill: chunks that compute their attention
+    in 8 bits, likewise. tree: the new tokens of some sequences form trees.
     """
 
     page_table: Tensor
@@ -74,6 +77,17 @@ class PagedBatch(NamedTuple):
     extra: Tensor
     host_prefixes: tuple[HostPrefix, ...] = ()
     shared: SharedPrefixes | None = None
+    prefill: PrefillChunks | None = None
+    tree: TreeRows | None = None
+
+    def grow_trees(self, numbers: Tensor) -> "PagedBatch":
+        """The same batch with trees of new tokens; numbers: `pack_trees`, on the device."""
+        return self._replace(tree=read_trees(numbers, self.cu_seqlens_q, self.max_seqlen_q))
+
+    def packed_options(self) -> dict[str, Any]:
+        """Options of paged_attention for packed queries: all new tokens."""
+        options = {"cu_seqlens_q": self.cu_seqlens_q, "max_seqlen_q": self.max_seqlen_q}
+        return options if self.tree is None else options | {"tree_mask": self.tree.mask}
 
     def share(self, numbers: Tensor, shape: SharedShape, page_size: int) -> "PagedBatch":
         """The same batch with shared prefixes; numbers: `pack_slots`, on the device."""

@@ -14,13 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onchip.core.functional import attention, paged_attention, varlen_attention
-from onchip.core.problem import DTYPES
+from onchip.core.problem import DTYPES, UnsupportedError
 from onchip.core.values import checks
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models.config import Layer, ModelConfig
 from onchip.models.host_prefix import attend_with_prefixes
 from onchip.models.pointwise import (
     Norms,
+    Projections,
+    RMSNorm,
     activate,
     add_rms_norm,
     fused,
@@ -28,6 +30,13 @@ from onchip.models.pointwise import (
     place,
     rms_norm,
 )
+from onchip.models.prefill_8bit import (
+    attend_prefill,
+    attend_projections,
+    fuses_prefill,
+    has_prefill,
+)
+from onchip.models.products import find_kernel, norm_product, product
 from onchip.models.rotary import Rotary, cos_sin, rotate
 from onchip.models.shared_prefix import attend_shared, can_share
 from onchip.models.weight_names import Shard
@@ -56,16 +65,20 @@ class PagedAttend(NamedTuple):
     def read(self, layer: int, q: Tensor, **options: Any) -> Tensor:
         """Attention over the pages, which contain the keys and values of the new tokens already."""
         batch, cache = self
+        if batch.tree is not None and "window_size" in options:
+            raise UnsupportedError("a window counts positions, and slots of a tree are none")
         if batch.host_prefixes:
             return attend_with_prefixes(batch, cache, layer, q, **options)
         if can_share(batch, options):
             return attend_shared(batch, cache, layer, q, **options)
+        if has_prefill(batch, options):
+            return attend_prefill(batch, cache, layer, q, **options)
         pages = *cache.layer(layer), batch.page_table, batch.cache_seqlens
         options |= cache.scales(layer)
         if batch.max_seqlen_q == 1 and q.shape[0] == batch.page_table.shape[0]:
             # One token per sequence: kernels need no cu_seqlens_q.
             return cast(Tensor, paged_attention(q[:, None], *pages, **options))[:, 0]
-        options |= {"cu_seqlens_q": batch.cu_seqlens_q, "max_seqlen_q": batch.max_seqlen_q}
+        options |= batch.packed_options()
         return cast(Tensor, paged_attention(q, *pages, **options))
 
 
@@ -112,7 +125,7 @@ class Linear(nn.Module):
         self.bias = factory.empty(outer) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias)
 
 
 class NormLayer(nn.Module):
@@ -160,11 +173,10 @@ class DecoderAttention(nn.Module):
         self.q_norm = NormLayer(config, dim, factory) if config.qk_norm else None
         self.k_norm = NormLayer(config, dim, factory) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        qkv = self.qkv(x)
+    def forward(self, qkv: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        """The attention of heads that were projected by `qkv`, projected by `out`."""
         if isinstance(attend, PagedAttend) and self._fuses(qkv):
-            q = self.write(qkv, rope, attend)
-            return self.out(attend.read(self.index, q, **self.options).flatten(-2))
+            return self.out(self.attend_pages(qkv, rope, attend).flatten(-2))
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=-2)
         q, k = (
             self._norm_and_rotate(q, self.q_norm, rope),
@@ -177,15 +189,25 @@ class DecoderAttention(nn.Module):
         norm = self.q_norm
         return fused(qkv) is not None and (norm is None or norm.bias is None) and not checks.enabled
 
+    def attend_pages(self, qkv: Tensor, rope: Rope, paged: PagedAttend) -> Tensor:
+        """Write keys and values to their pages, and attend."""
+        if not fuses_prefill(*paged, self.options):
+            return paged.read(self.index, self.write(qkv, rope, paged), **self.options)
+        projections = self._projections(qkv, rope)
+        return attend_projections(*paged, self.index, projections, **self.options)
+
     def write(self, qkv: Tensor, rope: Rope, paged: PagedAttend) -> Tensor:
         """Return the queries, normalised and rotated; write the keys, treated alike, and the values
         to their pages: one launch.
         """
-        turn = None if self.rope_index is None else rope[self.rope_index]
-        norms = None if self.q_norm is None else self._norms()
         cache, slots = paged.cache, paged.batch.slot_mapping
         pages = *cache.layer(self.index), *cache.scales(self.index).values()
-        return place(qkv, self.heads[0], turn, norms, pages, slots)
+        return place(self._projections(qkv, rope), pages, slots)
+
+    def _projections(self, qkv: Tensor, rope: Rope) -> Projections:
+        turn = None if self.rope_index is None else rope[self.rope_index]
+        norms = None if self.q_norm is None else self._norms()
+        return Projections(qkv, self.heads[0], turn, norms)
 
     def _norms(self) -> Norms:
         q, k = self.q_norm, self.k_norm
@@ -211,8 +233,19 @@ class MLP(nn.Module):
         self.down = Linear(inner, width, bias, factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        act = gated_activation if self.gated else activate
-        return self.down(act(self.up(x), self.activation))
+        return self.down(self._activate(self.up(x)))
+
+    def add_forward(self, x: Tensor, y: Tensor, norm: NormLayer) -> tuple[Tensor, Tensor]:
+        """(x + y, forward(norm(x + y)))"""
+        if self.gated:
+            x, inner = project(x, y, norm, self.up, self.activation)
+        else:
+            x, inner = project(x, y, norm, self.up)
+            inner = self._activate(inner)
+        return x, self.down(inner)
+
+    def _activate(self, x: Tensor) -> Tensor:
+        return (gated_activation if self.gated else activate)(x, self.activation)
 
 
 class Block(nn.Module):
@@ -240,12 +273,17 @@ class Block(nn.Module):
         self, x: Tensor, y: Tensor | None, rope: Rope, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         """x: the residual stream; y: the output of the block before, to be added to it. Returns
-        both for the next block: a sum and the norm after it are one operation.
+        both for the next block: a sum, the norm after it and the product after that are one
+        operation.
         """
-        x, normed = add_norm(x, y, self.attention_norm)
-        y = optional(self.attention_post_norm, self.attention(normed, rope, attend))
-        x, normed = add_norm(x, y, self.mlp_norm)
-        return x, optional(self.mlp_post_norm, self.mlp(normed))
+        x, qkv = project(x, y, self.attention_norm, self.attention.qkv)
+        y = optional(self.attention_post_norm, self.attention(qkv, rope, attend))
+        if is_fused(x, self.mlp_norm, self.mlp.up):
+            x, y = self.mlp.add_forward(x, y, self.mlp_norm)
+        else:
+            x, normed = add_norm(x, y, self.mlp_norm)
+            y = self.mlp(normed)
+        return x, optional(self.mlp_post_norm, y)
 
 
 class Decoder(nn.Module):
@@ -353,7 +391,7 @@ class Decoder(nn.Module):
         """(..., vocab_size) in fp32 (fp64 for fp64). wide=False keeps the dtype of the matrix
         product, unless logits are capped: for a kernel that reads them once and widens them itself.
         """
-        out = F.linear(hidden, self.embed if self.head is None else self.head)
+        out = product(hidden, self.embed if self.head is None else self.head)
         if not wide and not self.config.logit_softcap:
             return out
         out = out if out.dtype == torch.float64 else out.float()
@@ -392,12 +430,15 @@ class Decoder(nn.Module):
 
 def positions_of(batch: PagedBatch) -> Tensor:
     """int64 (num_tokens,): the position of each new token in its sequence, computed on the device;
-    0 for the padding of a static batch.
+    0 for the padding of a static batch. In a tree it is the depth that counts.
     """
     starts = batch.cu_seqlens_q
     each = torch.arange(batch.slot_mapping.shape[0], device=starts.device, dtype=torch.int32)
     owner = torch.searchsorted(starts[1:], each, right=True).clamp(max=len(starts) - 2)
-    position = each + (batch.cache_seqlens - starts[1:])[owner]
+    if batch.tree is None:
+        position = each + (batch.cache_seqlens - starts[1:])[owner]
+    else:
+        position = batch.tree.depths + (batch.cache_seqlens - starts.diff())[owner]
     for prefix in batch.host_prefixes:
         position[prefix.start : prefix.stop] += prefix.num_tokens
     return torch.where(each < starts[-1], position, 0).long()
@@ -423,6 +464,25 @@ def add_norm(x: Tensor, y: Tensor | None, norm: NormLayer) -> tuple[Tensor, Tens
         return add_rms_norm(x, y, norm.weight, norm.eps, norm.offset)
     x = x if y is None else x + y
     return x, norm(x)
+
+
+def project(
+    x: Tensor, y: Tensor | None, norm: NormLayer, linear: Linear, activation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """(x + y, linear(norm(x + y))); with an activation, the second is that of the gate, times up.
+    A fused product reads the weights alone: it skips hooks of `linear` and `norm`.
+    """
+    if is_fused(x, norm, linear):
+        rms = RMSNorm(norm.weight, norm.eps, norm.offset)
+        return norm_product(x, y, rms, linear.weight, linear.bias, activation)
+    x, normed = add_norm(x, y, norm)
+    out = linear(normed)
+    return x, out if activation is None else gated_activation(out, activation)
+
+
+def is_fused(x: Tensor, norm: NormLayer, linear: Linear) -> bool:
+    """Whether the norm of x and the product after it may be one launch."""
+    return norm.bias is None and find_kernel(x, linear.weight) is not None
 
 
 def optional(norm: NormLayer | None, x: Tensor) -> Tensor:

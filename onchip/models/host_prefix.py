@@ -27,9 +27,8 @@ def attend_with_prefixes(
     once, among the pages. Parts are merged unrounded.
     """
     parts = {"return_lse": True, "out_dtype": torch.promote_types(q.dtype, torch.float32)}
-    packed = {"cu_seqlens_q": batch.cu_seqlens_q, "max_seqlen_q": batch.max_seqlen_q}
     pages = *cache.layer(layer), batch.page_table, batch.cache_seqlens
-    out, lse = paged_attention(q, *pages, **packed, **parts, **options)
+    out, lse = paged_attention(q, *pages, **batch.packed_options(), **parts, **options)
     window = options.pop("window_size", UNBOUNDED)
     options.pop("sinks", None)
     for prefix in batch.host_prefixes:

@@ -7,13 +7,14 @@ fp64 the definitions run.
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.core.device import device_info
+from onchip.core.problem import Options, Problem, Tensors
 from onchip.core.torch_mode import is_eager
 
 
@@ -24,6 +25,14 @@ class Norms(NamedTuple):
 
     q_weight: Tensor
     k_weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+
+class RMSNorm(NamedTuple):
+    """The arguments of `rms_norm` after x: weight (width,), eps, and the offset added to it."""
+
+    weight: Tensor
     eps: float
     offset: float = 0.0
 
@@ -60,28 +69,74 @@ def gated_activation(x: Tensor, name: str) -> Tensor:
     return activate(gate, name) * up
 
 
-def place(
-    qkv: Tensor,
-    num_heads: int,
-    turn: tuple[Tensor, Tensor] | None,
-    norms: Norms | None,
-    pages: tuple[Tensor, ...],
-    slot_mapping: Tensor,
-) -> Tensor:
-    """q (tokens, num_heads, head_dim), normed and rotated (RoPE); k and v of the same tokens, k
-    normed and rotated too, are written to their slots. Only if `fused(qkv)`.
+class Projections(NamedTuple):
+    """qkv (tokens, (num_heads + 2 num_kv_heads) head_dim) of new tokens: a row holds q, then k,
+    then v. turn: (cos, sin), fp32 (tokens, 1, half), or None for no rotation (RoPE). norms: of the
+    heads of q and k.
+    """
 
-    qkv: (tokens, (num_heads + 2 num_kv_heads) head_dim); a row holds q, then k, then v. turn: (cos,
-    sin), fp32 (tokens, 1, half), or None for no rotation. pages: k_pages, v_pages (num_pages,
+    qkv: Tensor
+    num_heads: int
+    turn: tuple[Tensor, Tensor] | None
+    norms: Norms | None
+
+    def cut(self, rows: slice) -> "Projections":
+        """Those of some tokens."""
+        turn = None if self.turn is None else (self.turn[0][rows], self.turn[1][rows])
+        return self._replace(qkv=self.qkv[rows], turn=turn)
+
+
+def place(projections: Projections, pages: tuple[Tensor, ...], slot_mapping: Tensor) -> Tensor:
+    """q (tokens, num_heads, head_dim), normed and rotated; k and v of the same tokens, k normed and
+    rotated too, are written to their slots. Only if `fused(qkv)`.
+
+    pages: k_pages, v_pages (num_pages,
     page_size, num_kv_heads, head_dim), and for 8-bit pages their scales, fp32 (num_pages,
     page_size, num_kv_heads). slot_mapping: int32 (tokens,); a slot out of range, like -1, writes
     nothing.
     """
+    return cast(Tensor, _place(projections, pages, slot_mapping, queries=True))
+
+
+def place_keys(projections: Projections, pages: tuple[Tensor, ...], slot_mapping: Tensor) -> None:
+    """`place` of k and v alone."""
+    _place(projections, pages, slot_mapping, queries=False)
+
+
+def _place(
+    projections: Projections, pages: tuple[Tensor, ...], slot_mapping: Tensor, queries: bool
+) -> Tensor | None:
+    qkv, num_heads, turn, norms = projections
     _check_place(qkv, num_heads, pages, slot_mapping)
     from onchip.kernels.llm import pointwise as kernel
 
     weights, rest = (norms[:2], norms[2:]) if norms else (None, (0.0, 0.0))
-    return kernel.place(qkv, num_heads, turn, weights, rest, pages, slot_mapping)
+    return kernel.place(qkv, num_heads, turn, weights, rest, pages, slot_mapping, queries)
+
+
+def attend_8bit(
+    projections: Projections,
+    pages: tuple[Tensor, ...],
+    tables: tuple[Tensor, Tensor],
+    options: Options,
+) -> Tensor:
+    """Attention of the new tokens of one sequence in options.precision "fp8", (tokens, num_heads,
+    head_dim_v): their queries are normed, rotated and quantised in one launch. Only if
+    `fused(qkv)`, on a Hopper GPU, after `place_keys`.
+
+    tables: page_table (1, num_pages) and cache_seqlens (1,). options: resolved.
+    """
+    qkv, num_heads, turn, norms = projections
+    from onchip.kernels.llm import prefill_8bit as kernel
+
+    head_dim = pages[0].shape[-1]
+    q = qkv[None, :, : num_heads * head_dim].unflatten(-1, (num_heads, head_dim))
+    k_scales, v_scales = pages[2:] or (None, None)
+    x = Tensors(q, *pages[:2], page_table=tables[0], cache_seqlens=tables[1])
+    x = x._replace(k_scales=k_scales, v_scales=v_scales)
+    problem = Problem.of(x, options, (q.shape[1],))
+    weight = (norms.q_weight, norms.eps, norms.offset) if norms else (None, 0.0, 0.0)
+    return kernel.attend(problem, x, qkv, turn, weight)[0]
 
 
 def _check_place(

@@ -52,8 +52,7 @@ def _attend_own(
     if batch.max_seqlen_q == 1 and q.shape[0] == batch.page_table.shape[0]:
         out, lse = paged_attention(q[:, None], *pages, *tables, **options)
         return out[:, 0], lse[..., 0].T
-    packed = {"cu_seqlens_q": batch.cu_seqlens_q, "max_seqlen_q": batch.max_seqlen_q}
-    return paged_attention(q, *pages, *tables, **packed, **options)
+    return paged_attention(q, *pages, *tables, **batch.packed_options(), **options)
 
 
 def _attend_level(

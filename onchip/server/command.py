@@ -168,6 +168,8 @@ def _model(args: SimpleNamespace, speculation: SpeculativeConfig | None) -> LLM:
         gpu_memory_utilization=args.gpu_memory_utilization,
         enable_prefix_caching=not args.no_prefix_caching,
         disable_cascade_attn=args.disable_cascade_attn,
+        prefill_precision=args.prefill_precision,
+        fused_decode=args.fused_decode,
         speculative_config=speculation,
     )
 

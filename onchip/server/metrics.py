@@ -49,6 +49,10 @@ _COUNTERS = {
         "Keys that a layer of these steps did not read again",
         lambda s: s.tokens_unread,
     ),
+    "tokens_prefilled_8bit": (
+        "Prompt tokens with attention in 8 bits",
+        lambda s: s.tokens_prefilled_8bit,
+    ),
     "spec_decode_num_drafts": ("Chunks with drafts", lambda s: _drafts(s).num_drafts),
     "spec_decode_num_draft_tokens": ("Drafts", lambda s: _drafts(s).num_draft_tokens),
     "spec_decode_num_accepted_tokens": (

@@ -48,8 +48,11 @@ def test_a_share_of_the_tokens_of_a_draft_model_is_right(right):
 
 def test_latency(rows):
     found = rows("latency")
-    steps = found["latency", "onchip", 1], found["latency", "onchip", 8]
+    steps = [found["latency", name, batch] for name in ("onchip", "fused") for batch in (1, 8)]
     assert all(row["unit"] == "ms" and 0 < row["roofline_share"] < 1 for row in steps)
+    for plain, fused in zip(steps[:2], steps[2:], strict=True):
+        assert plain["ratio"] is None
+        assert fused["ratio"] == plain["value"] / fused["value"]
     assert found["first token", "onchip", 1]["seqlen"] == FEW.first_prompt
 
 
@@ -81,7 +84,8 @@ def test_a_refused_request_is_no_row():
 
 
 def test_thresholds():
-    row = {"bench": "latency", "mask": "qwen3-0.6b", "batch": 1, "value": 0.9, "unit": "ms"}
+    row = {"bench": "latency", "mask": "qwen3-0.6b", "batch": 1, "kernel": "fused"}
+    row |= {"value": 0.9, "unit": "ms"}
     verdicts = {v.threshold.name: v for v in check_thresholds([row], decoding.THRESHOLDS)}
     assert verdicts["a step of 1, ms"].ok and not verdicts["a step of 8, ms"].ok
 

@@ -2,14 +2,16 @@
 part of it on a tiny model.
 """
 
+import dataclasses
 import json
 import sys
 
 import pytest
 import torch
 
-from benchmarks import serving, serving_samples
+from benchmarks import serving, serving_prefill, serving_samples
 from benchmarks import serving_report as report
+from benchmarks.step import QWEN3
 from benchmarks.workload import Mark, Ran, Roofline, Workload, serve, warm_up
 from onchip.cli import main
 from onchip.cli.bench.harness import RowRefused, Session, check_thresholds
@@ -191,6 +193,41 @@ def test_samples_of_one_prompt_are_measured_with_and_without_a_cascade(tiny):
     assert len(body) == 2 and all(len(cells) == len(heads) for cells in body)
 
 
+@pytest.mark.slow
+def test_first_tokens_are_measured_with_attention_in_8_and_in_16_bits(tiny, monkeypatch):
+    """On the CPU the recipe is executed tile by tile: the shortest prompt that is in 8 bits."""
+    monkeypatch.setattr(serving_prefill, "ROUNDS", 1)
+    fast, plain = serving.prefill(tiny)
+    assert (fast["kernel"], plain["kernel"], fast["unit"]) == ("fp8", "16 bits", "ms")
+    assert fast["ratio"] == plain["value"] / fast["value"] and plain["ratio"] is None
+    assert fast["predicted_ratio"] is None  # no rates were measured for this head_dim
+    heads, body = report.prefill_sheet([fast, plain])
+    assert len(body) == 2 and all(len(cells) == len(heads) for cells in body)
+
+
+def test_prefill_without_8_bits_leaves_no_row(tiny, monkeypatch):
+    monkeypatch.setattr(serving_prefill, "QUICK", serving_prefill.PrefillLoad((40,), 64))
+    monkeypatch.setattr(serving_prefill, "ROUNDS", 1)
+    with pytest.raises(RowRefused, match="0 tokens of 40 were computed in 8 bits"):
+        serving.prefill(tiny)
+
+
+def test_predicted_first_tokens():
+    """Attention alone becomes faster: more so the longer the prompt, and never by more than its
+    rates. A larger model has more products with weights.
+    """
+    small = ModelConfig.from_hf(QWEN3)
+    large = dataclasses.replace(small, hidden_size=4096, intermediate_size=12_288, num_heads=32)
+    ratios = [
+        [serving_prefill.predict_ratio(config, 8192 << i, 8192) for i in range(3)]
+        for config in (small, large)
+    ]
+    full = [serving_prefill.read_rates(small, precision).full for precision in (None, "fp8")]
+    assert 1 < ratios[0][0] < ratios[0][1] < ratios[0][2] < full[1] / full[0]
+    assert all(a > b for a, b in zip(*ratios, strict=True))
+    assert serving_prefill.quantised_bytes(small, 100) == 100 * 8 * 128 * 8
+
+
 def test_samples_without_the_steps_they_are_about_leave_no_row(tiny, monkeypatch):
     """A cascade that never pays, here because the prompt is short."""
     monkeypatch.setattr(serving_samples, "QUICK", serving_samples.SamplesLoad(2, 40, 4))
@@ -252,7 +289,7 @@ def test_rows_become_tables_and_a_picture(tiny, tmp_path, capsys):
     from rich.console import Console
 
     rows = [tiny.whole, *serving.capped(tiny, "recompute"), *serving.allocation(tiny, "paged")]
-    assert [len(sheet(rows)[1]) for sheet in report.SHEETS.values()] == [2, 1, 0, 0, 0]
+    assert [len(sheet(rows)[1]) for sheet in report.SHEETS.values()] == [2, 1, 0, 0, 0, 0]
     for heads, body in (sheet(rows) for sheet in report.SHEETS.values()):
         assert all(len(line) == len(heads) for line in body)
     report.print_report(Console(width=200), rows, tmp_path / "bars.svg")

@@ -17,7 +17,7 @@ import onchip.lab  # registers the kernels of the papers
 import onchip.testing as ot
 from onchip import masks
 from onchip.core.dispatch import get_backend
-from onchip.core.problem import UNDECLARED, Problem
+from onchip.core.problem import DIFFERENTIABLE, LEARNED, UNDECLARED, Problem
 from onchip.kernels.cpu import tiled
 from onchip.kernels.tiles import TileConfig
 
@@ -231,8 +231,12 @@ GRIDS = {
     "aten_cpu": [*ATEN_DENSE, *ATEN_PACKED],
     **dict.fromkeys(PAPERS, [*PAPER_DENSE, *PAPER_PACKED]),
 }
-# Factors of the grids that are options of Problem under another name.
-FIELDS = {"sinks": "has_sinks", "alibi": "has_alibi", "mask": "has_mask", "bias": "has_bias"}
+# Factors of the grids, and arguments of calls, that are options of Problem under another name.
+FIELDS = {
+    **{"sinks": "has_sinks", "mask": "has_mask", "bias": "has_bias"},
+    **dict.fromkeys(("alibi", "alibi_slopes"), "has_alibi"),
+    "dropout_seed": "dropout_p",
+}
 # Tested below, and in tests/kernels/test_parts_of_calls.py.
 ELSEWHERE = {"deterministic", "has_positions", "first_head", "wide_grads"}
 
@@ -442,10 +446,11 @@ GRADCHECKS = {
 @pytest.mark.parametrize("name", GRADCHECKS)
 def test_gradcheck(kernel, name):
     options = dict(GRADCHECKS[name])
-    if kernel == "aten_cpu" and {"softcap", "alibi_slopes", "bias", "dropout_p"} & options.keys():
-        pytest.skip("aten_cpu refuses these options")
+    refused = Problem._field_defaults.keys() - UNDECLARED - get_backend(kernel).options
+    if refused & {FIELDS.get(x, x) for x in options}:
+        pytest.skip(f"{kernel} refuses these options")
     generator = torch.Generator().manual_seed(0)
-    learned = [x for x in ("bias", "sinks") if x in options]
+    learned = [x for x in LEARNED if x in options]
     leaves = [torch.randn(options.pop(x), generator=generator).double() for x in learned]
     qkv = ot.make_qkv(2, 4, 5, num_heads=2, num_kv_heads=1, head_dim=3, dtype=torch.float64)
 
@@ -472,7 +477,7 @@ def test_gradcheck_packed(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("wanted", ["q", "k", "v", "bias", "sinks"])
+@pytest.mark.parametrize("wanted", DIFFERENTIABLE)
 @pytest.mark.parametrize("through", ["out", "lse"])
 def test_one_gradient_through_one_output(kernel, wanted, through):
     if kernel == "aten_cpu" and wanted == "bias":

@@ -10,10 +10,10 @@ import onchip
 import onchip.lab  # registers the kernels of the papers
 import onchip.testing as ot
 from onchip.core import dispatch
-from onchip.core.backend import Backend, Result
+from onchip.core.backend import Backend, Grads, Result
 from onchip.core.device import DeviceInfo
 from onchip.core.dispatch import backend_names, find_refusal, get_backend, plan
-from onchip.core.problem import UNDECLARED, Options, Problem, Tensors
+from onchip.core.problem import DIFFERENTIABLE, LEARNED, UNDECLARED, Options, Problem, Tensors
 
 H200 = DeviceInfo("cuda", "H200", (9, 0))
 CPU = DeviceInfo("cpu")
@@ -78,6 +78,12 @@ def test_every_field_with_a_default_is_an_option_or_listed_as_undeclared():
     assert set(FIELDS_OF_TENSORS.values()) <= VALUES.keys()
     apart = {"out_dtype", "softmax_scale"}  # resolved: no call is without them
     assert set(Options._fields) <= VALUES.keys() | UNDECLARED | apart
+
+
+def test_every_tensor_with_a_gradient_has_a_field_of_grads():
+    assert Grads._fields == tuple(f"d{name}" for name in DIFFERENTIABLE)
+    assert set(DIFFERENTIABLE) <= set(Tensors._fields)
+    assert Grads._field_defaults.keys() == {f"d{name}" for name in LEARNED}
 
 
 @pytest.mark.parametrize("name", BACKENDS)

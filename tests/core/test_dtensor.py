@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import onchip
 from onchip import masks
+from onchip.core.problem import Tensors
 from onchip.parallel import context_parallel_attention
 
 BATCH, HEADS, R = Shard(0), Shard(2), Replicate()
@@ -28,6 +29,13 @@ def qkv(mesh, *placements, heads=8, kv_heads=4, seqlen=5, grad=False):
     shapes = [(4, seqlen, n, 16) for n in (heads, kv_heads, kv_heads)]
     spread = [distribute_tensor(torch.randn(shape), mesh, placements) for shape in shapes]
     return [t.requires_grad_(grad) for t in spread]
+
+
+def test_every_tensor_of_a_call_says_which_dimensions_ranks_may_share():
+    """A tensor of (heads,) that is missing would be replicated beside a part of the queries."""
+    from onchip.core import dtensor  # after torch_op: it registers rules for its ops
+
+    assert set(Tensors._fields) <= dtensor._DIMS.keys()
 
 
 @pytest.mark.parametrize("seqlen", [1, 5])

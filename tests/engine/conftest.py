@@ -4,12 +4,15 @@ import importlib.util
 import random
 from contextlib import nullcontext
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from onchip.engine import Limits, PreemptionCosts, RejectedRequest, SampledToken, Scheduler
+from onchip.engine.cuda_graphs import fill_in_sampled
 from onchip.engine.speculation.draft import DraftModelProposer
 from onchip.kvcache import HostTier, KVCache, Spec
 
@@ -173,13 +176,16 @@ class HashEngine:
             if chunk.sample.pending:
                 draws = [sample for _, sample in self.in_flight[0].rows_to_sample]
                 tokens.append(self.in_flight[1][draws.index(chunk.sample)].token)
-            for i, token in zip(range(chunk.start, chunk.stop), tokens, strict=True):
-                numbers[i] = link(request.salt, numbers[i - 1] if i else None, token)
+            before, paths = numbers[: chunk.start], []
+            for token, parent in zip(tokens, chunk.token_parents, strict=True):
+                path = before if parent < 0 else paths[parent]
+                paths.append([*path, link(request.salt, path[-1] if path else None, token)])
+            numbers[chunk.start :] = [path[-1] for path in paths]
             new, slots = slots[: chunk.num_tokens], slots[chunk.num_tokens :]
             assert new == at[chunk.start - len(on_host) :].tolist()
             pages[at.to(pages.device)] = torch.tensor(numbers[len(on_host) :], device=pages.device)
-            ends = range(chunk.stop - len(chunk.drafts), chunk.stop + 1)
-            rows += [(numbers[:end], s) for s in chunk.sampled_by for end in ends]
+            ends = paths[len(paths) - len(chunk.drafts) - 1 :]
+            rows += [(path, s) for s in chunk.sampled_by for path in ends]
         return self.sample_rows(rows)
 
     def read_host(self, prefix):
@@ -280,9 +286,10 @@ class HashDraft(DraftModelProposer):
     proposes the token of the hash model with probability `share`, otherwise another one.
     """
 
-    def __init__(self, share, seed, num_pages=60, page_size=2):
+    def __init__(self, share, seed, shape, num_pages=60, page_size=2):
         spec = Spec(1, 1, 1, 1, page_size, torch.float32, "cpu")
-        super().__init__(None, KVCache(spec, num_pages, max_seqs=9), max_tokens=27)
+        model = SimpleNamespace(logits=lambda hidden, wide: hidden)
+        super().__init__(model, KVCache(spec, num_pages, max_seqs=9), 27, shape)
         self.share, self.random = share, random.Random(seed)
 
     def propose(self, wanted):
@@ -293,26 +300,45 @@ class HashDraft(DraftModelProposer):
     def _limit_threads(self, drafting):
         return nullcontext()
 
-    def _compute(self, drafting, ids):
-        batch = self.cache.view([d.sequence for d in drafting])
-        pages, slots = self.cache.layer(0)[0].view(-1), batch.slot_mapping.tolist()
-        assert len(ids) == len(slots) == len(set(slots))
-        logits = torch.full((len(drafting), VOCAB), -1e9)
-        for row, draft in enumerate(drafting):
-            sequence, size = draft.sequence, self.cache.spec.page_size
+    def _forward(self, sequences, ids, num_rows, parents=None):
+        """Logits instead of hidden states."""
+        new = iter(fill_in_sampled(torch.tensor(ids), self._last_tokens).tolist())
+        batch, pages = self.cache.view(sequences), self.cache.layer(0)[0].view(-1)
+        assert len(ids) == len(set(batch.slot_mapping.tolist()))
+        drafts, logits = {d.sequence: d for d in self._sequences.values()}, []
+        for row, sequence in enumerate(sequences):
+            draft, size, done = drafts[sequence], self.cache.spec.page_size, sequence.computed
             places = torch.arange(sequence.length)
             at = batch.page_table[row, places // size].long() * size + places % size
-            written = numbers_of(draft.owner.request, sequence.tokens)
-            pages[at[sequence.computed :]] = torch.tensor(written[sequence.computed :])
-            assert pages[at].tolist() == written, "a page of the draft model is stale"
-            logits[row, self._guess(written, draft.owner)] = 0.0
-        sequences = [d.sequence for d in drafting]
-        self.cache.commit_all(sequences, [s.length for s in sequences])
-        return logits
+            before = numbers_of(draft.owner.request, self.computed_tokens(draft))
+            assert pages[at[:done]].tolist() == before, "a page of the draft model is stale"
+            trees, paths = parents[row] if parents else range(-1, len(places) - done - 1), []
+            for token, parent in zip(islice(new, len(trees)), trees, strict=True):
+                path = before if parent < 0 else paths[parent]
+                salt = draft.owner.request.salt
+                paths.append([*path, link(salt, path[-1] if path else None, token)])
+            pages[at[done:]] = torch.tensor([path[-1] for path in paths])
+            logits += [self.guess(path, draft.owner) for path in paths[-num_rows[row] :]]
+        return torch.stack(logits)
 
-    def _guess(self, numbers, owner):
+    def computed_tokens(self, draft):
+        """The known tokens, and the drafts that are computed for good."""
+        inner = [
+            draft.places[i]
+            for nodes in draft.shape.levels[1:]
+            for i in nodes[:1]
+            if i < len(draft.places)
+        ]
+        known = draft.owner.tokens(0, draft.num_known)
+        return [*known, *self._last_tokens[inner].tolist()][: draft.sequence.computed]
+
+    def guess(self, numbers, owner):
+        """Logits whose largest one is that of a guess."""
+        logits = torch.tensor([-1000 - self.random.random() * 99 for _ in range(VOCAB)])
         right = next_token(numbers, owner.request, owner.index).token
-        return right if self.random.random() < self.share else self.random.randrange(VOCAB)
+        is_right = self.random.random() < self.share
+        logits[right if is_right else self.random.randrange(VOCAB)] = 0.0
+        return logits
 
 
 @pytest.fixture(name="alone")

@@ -82,8 +82,12 @@ def lead(engine, requests, cancel_at=()):
 
 @pytest.mark.parametrize("host_pages", [0, 40], ids=["recomputed", "swapped"])
 def test_a_follower_makes_the_same_steps(make, tiny, host_pages):
-    """Every sampling parameter, stop texts, beams, drafts, preemptions and cancels."""
-    speculation = SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3})
+    """Every sampling parameter, stop texts, beams, drafts, also as a tree, preemptions and
+    cancels.
+    """
+    tree = {"speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0)]", "prompt_lookup_min": 1}
+    drafts = tree if host_pages else {"num_speculative_tokens": 3}
+    speculation = SpeculativeConfig.parse({"method": "ngram"} | drafts)
     options = {"host_pages": host_pages, "speculative_config": speculation, "num_pages": 30}
     count = max(len(tiny.PROMPTS), len(tiny.PARAMS))
     requests = [

@@ -15,6 +15,7 @@ from onchip.engine import (
     memory,
 )
 from onchip.engine.model_runner import _used_bytes
+from onchip.engine.speculation.config import SpeculativeConfig
 from onchip.kvcache.swap import CHUNK_BYTES
 
 
@@ -76,6 +77,13 @@ def test_steps_with_a_cascade_hold_unrounded_outputs(tiny):
     assert memory._cascade_bytes(tiny.model(), limits, memory.Paging(16)) == expected
 
 
+def test_steps_in_8_bits_hold_quantised_operands(tiny):
+    """128 queries of 4 heads and 256 keys of 2 in blocks of 64 columns, and two outputs of 8."""
+    limits = Limits(250, 100, 4)
+    expected = 128 * 4 * 64 + 256 * 2 * 128 + 2 * 100 * 4 * 8 * 4
+    assert memory._prefill_bytes(tiny.model(), limits) == expected
+
+
 class Device:
     """A GPU as reported by torch.cuda: 2 of 10 GB are used, and the largest step grows torch's
     memory from 100 to 400 MB.
@@ -108,6 +116,21 @@ def test_memory_besides_pages_is_subtracted(tiny, monkeypatch, graphs):
     assert room == 9 * 10**9 - 2 * 10**9 - fixed - graphs * (700 * 10**6 + table)
     assert len(drawn) == 12 and all(one.logprobs and one.has_penalties for one in drawn)
     assert drawn[0].prompt_logprobs and not drawn[1].prompt_logprobs
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_draft_model_takes_a_step_and_graphs(tiny, monkeypatch, graphs):
+    """Of what is left, the draft's pages have half: both caches have equal pages."""
+    held = {"_step_bytes": 5 * 10**6, "_graph_bytes": 3 * 10**6}
+    for name, answer in held.items():
+        monkeypatch.setattr(memory, name, lambda *_, answer=answer: answer)
+    draft, spec = tiny.model(), tiny.model().cache_spec(16)
+    limits, paging = Limits(250, 64, 12), memory.Paging(16)
+    config = SpeculativeConfig(3, enforce_eager=not graphs)
+    share = lambda: memory._share_with_draft(10**9, spec, draft, limits, paging, config)
+    assert share() == 5 * 10**8
+    monkeypatch.setattr(type(draft), "device", torch.device("cuda"))
+    assert share() == (10**9 - 5 * 10**6 - graphs * 3 * 10**6) // 2
 
 
 @pytest.mark.gpu

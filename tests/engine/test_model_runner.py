@@ -1,19 +1,18 @@
 """Steps on the device: copies, graph replays, and no synchronization."""
 
 import gc
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
 
 from onchip.engine import SamplingParams
-from onchip.engine.cuda_graphs import RecordedGraph, StepGraphs, batch_sizes, fill_in_sampled
+from onchip.engine.cuda_graphs import StepGraphs, batch_sizes, chunk_sizes, fill_in_sampled
 from onchip.engine.model_runner import _int32_tensor, _is_decode_only
-from onchip.kvcache import PagedBatch
+from onchip.kvcache import KVCache
 from onchip.kvcache import paged_batch as batches
+from tests.engine.replayed import Replayed
 
 WAYS = {
     "plain": {},
@@ -39,6 +38,38 @@ def test_graphs_for_every_batch_size(most):
     for count in range(1, most + 1):
         size = next(s for s in sizes if s >= count)
         assert size - count < max(2, 0.5 * size)
+
+
+def test_a_step_replays_the_graph_with_the_fewest_tokens(tiny, monkeypatch):
+    """Chunks of at most 5 tokens have graphs for 1, 2, 4, 8, 12 sequences, other steps for 64, 128
+    tokens and more. A chunk graph also takes a row of each token.
+    """
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    assert chunk_sizes(12) == [1, 2, 4, 8, 12] and chunk_sizes(8) == [1, 2, 4, 8]
+    cache = KVCache(tiny.model().cache_spec(4), 2000, max_seqs=12)
+    graphs = Replayed(tiny.model(), cache, torch.zeros(12), chunk_lengths=[5])
+    chunks = [s[:2] for s in graphs.shapes(19) if s.max_seqlen_q == 5]
+    assert chunks == [(12, 60), (8, 40), (4, 20), (2, 10), (1, 5)]
+    chosen = {}
+    for counts in ((5,), (1, 3), (5, 5, 5), (6, 1), (1,) * 9, (5,) * 12, (1, 64), (70, 2000)):
+        sequences = [cache.open() for _ in counts]
+        assert cache.reserve_all(sequences, counts) is None
+        shape = graphs._find_shape(sequences, len(counts))
+        chosen[counts] = shape and shape[:2]
+        has_rows = graphs.has_graph_for(sequences, sum(counts))
+        assert has_rows == (sum(counts) <= 12 or max(counts) <= 5)
+        for sequence in sequences:
+            cache.free(sequence)
+    assert list(chosen.values()) == [
+        (1, 5),
+        (2, 10),
+        (4, 20),
+        (12, 64),
+        (12, 60),
+        (12, 60),
+        (12, 128),
+        None,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -172,36 +203,6 @@ def test_close_frees_gpu_memory(tiny):
         held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert pool > 200e6
     assert held[1][0] - held[0][0] < 2**20 and held[1][1] - held[0][1] < 64 * 2**20
-
-
-class Replayed(StepGraphs):
-    """Graphs on the CPU: a replay computes the static batch. The padding, which a GPU computes and
-    ignores, is left out.
-    """
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.used = set()
-
-    def _record(self, shape):
-        batch = self._cache.static_batch(shape, self._table)
-        hidden = torch.full((shape.num_seqs, self._model.config.hidden_size), float("nan"))
-        return RecordedGraph(Again(lambda: self._compute(batch, hidden)), batch, hidden)
-
-    def _compute(self, batch, hidden):
-        seqs, tokens = int((batch.cu_seqlens_q.diff() > 0).sum()), int(batch.cu_seqlens_q[-1])
-        assert not batch.cache_seqlens[seqs:].any() and (batch.slot_mapping[tokens:] == -1).all()
-        rows = batch.extra[batch.shape.num_tokens :]
-        shown = [batch.page_table[:seqs], batch.cache_seqlens[:seqs], batch.slot_mapping[:tokens]]
-        shown += [batch.cu_seqlens_q[: seqs + 1], batch.max_seqlen_q, batch.buffer]
-        self.used.add(batch.shape[:2])
-        hidden.fill_(float("nan"))
-        got = self._forward(PagedBatch(*shown, torch.cat([batch.extra[:tokens], rows])))
-        hidden[: len(got)] = got
-
-
-class Again(NamedTuple):
-    replay: Callable
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -11,9 +11,12 @@ from onchip.engine import BeamSearchParams, RejectedRequest, Request, SamplingPa
 from onchip.engine.speculation.config import SpeculativeConfig
 from onchip.engine.speculation.ngram import NgramProposer
 from onchip.engine.speculation.speculator import Speculator
+from onchip.engine.speculation.tree import DraftTree
 from tests.engine.conftest import HashDraft
 
 CONFIG = SpeculativeConfig(5, prompt_lookup_max=3, prompt_lookup_min=1)
+SIDE_LEAVES = "[(0,), (1,), (0, 0), (0, 1), (0, 2), (0, 0, 0)]"
+BRANCHES = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0), (1, 0, 1)]"
 PREFIXES = [[1] * 9, [1] * 9 + [2] * 8, list(range(3, 20))]
 
 
@@ -46,14 +49,31 @@ class Guesses:
         return [t if draw.random() < self.share else draw.randrange(13) for t in right]
 
 
+class TreeGuesses(Guesses):
+    """Trees of random form. A draft after right ones is right with a given probability."""
+
+    def guess(self, sample, limit):
+        draw, name = self.draw, sample.request.request_id
+        super().guess(sample, 1)  # computes what is expected
+        expected = self.expected[name][sample.index][0][len(sample.token_ids) :]
+        paths, parents = [], []
+        for i in range(draw.randrange(limit + 1)):
+            parents.append(draw.randrange(-1, i))
+            before = paths[parents[i]] if parents[i] >= 0 else []
+            right = [*expected[: len(before) + 1]]
+            is_right = right[:-1] == before and draw.random() < self.share
+            paths.append(right if is_right else [*before, draw.randrange(13)])
+        return DraftTree(tuple([path[-1] for path in paths]), tuple(parents))
+
+
 class Blast:
     """An engine, and all events that can happen to it."""
 
-    def __init__(self, engine, alone, seed, drafts=None, **options):
+    def __init__(self, engine, alone, seed, drafts=None, config=CONFIG, **options):
         self.random = random.Random(seed)
         if drafts:
-            proposer = drafts(self.random, alone)
-            options["speculator"] = Speculator(CONFIG, proposer)
+            proposer = drafts(self.random, alone, config)
+            options["speculator"] = Speculator(config, proposer)
         self.engine = engine(**options)
         self.scheduler = self.engine.scheduler
         if self.engine.tier and "link_bytes_per_s" not in options:
@@ -164,15 +184,24 @@ class Blast:
 
 
 def guesses(share):
-    return lambda draw, alone: Guesses(draw, alone, share)
+    return lambda draw, alone, config: Guesses(draw, alone, share)
 
 
-def look_up(draw, alone):
-    return NgramProposer(CONFIG)
+def tree_guesses(share):
+    return lambda draw, alone, config: TreeGuesses(draw, alone, share)
+
+
+def tree(paths):
+    options = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    return SpeculativeConfig.parse({"speculative_token_tree": paths} | options)
+
+
+def look_up(draw, alone, config):
+    return NgramProposer(config)
 
 
 def draft_model(share):
-    return lambda draw, alone: HashDraft(share, draw.random())
+    return lambda draw, alone, config: HashDraft(share, draw.random(), config.shape)
 
 
 SHAPES = {
@@ -211,6 +240,40 @@ SHAPES = {
     "draft_model": dict(
         num_pages=24, page_size=4, max_num_seqs=4, budget=9, host_pages=12, drafts=draft_model(0.7)
     ),
+    "trees": dict(
+        num_pages=30,
+        page_size=4,
+        max_num_seqs=5,
+        budget=25,
+        host_pages=12,
+        drafts=tree_guesses(0.8),
+    ),
+    "trees_late": dict(
+        num_pages=60,
+        page_size=1,
+        max_num_seqs=4,
+        budget=33,
+        host_pages=60,
+        late=True,
+        ahead=True,
+        drafts=tree_guesses(0.6),
+    ),
+    "ngram_trees": dict(
+        num_pages=24, page_size=4, max_num_seqs=5, budget=29, host_pages=12, drafts=look_up
+    )
+    | {"config": tree(BRANCHES)},
+    "draft_model_leaves": dict(
+        num_pages=24, page_size=4, max_num_seqs=4, budget=19, host_pages=12, drafts=draft_model(0.6)
+    )
+    | {"config": tree(SIDE_LEAVES)},
+    "draft_model_trees": dict(
+        num_pages=24, page_size=4, max_num_seqs=4, budget=29, host_pages=12, drafts=draft_model(0.5)
+    )
+    | {"config": tree(BRANCHES)},
+    "long_trees": dict(
+        num_pages=17, page_size=2, max_num_seqs=4, budget=25, ahead=True, drafts=tree_guesses(0.7)
+    )
+    | {"offload_pages": 90},
     "long": dict(num_pages=9, page_size=4, max_num_seqs=6, budget=23, offload_pages=70),
     "long_swapped": dict(
         num_pages=10, page_size=4, max_num_seqs=5, budget=40, host_pages=30, offload_pages=50

@@ -50,7 +50,7 @@ PARAMS = [
 ]
 
 
-EXECUTION = {"overlap", "graphs", "clock", "cascade"}
+EXECUTION = {"overlap", "graphs", "clock", "cascade", "prefill_precision", "fused_decode"}
 
 
 @cache

@@ -208,6 +208,7 @@ class FakeEngine:
             steps=self.steps,
             cascade_steps=0,
             tokens_unread=0,
+            tokens_prefilled_8bit=0,
             waited_s=0.0,
             last_step_s=self.step_s,
             last_step_at=self.last_step_at,

@@ -3,7 +3,10 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
+
+from onchip.engine.speculation.tree import TreeShape
 
 METHODS = ("ngram", "draft")
 MAX_DRAFTS = 64
@@ -17,7 +20,10 @@ class SpeculativeConfig:
     tokens that followed them there; "draft" asks a smaller model, `model`, which `LLM` takes as it
     takes its own. prompt_lookup_max, prompt_lookup_min: the most and the fewest tokens to look up;
     if one is None it is the other, 5 if both are. disable_by_batch_size: no drafts while more
-    samples than this are decoded; None: only the device's roofline decides.
+    samples than this are decoded; None: only the device's roofline decides. enforce_eager: no CUDA
+    graphs of the draft model, nor for the sizes of steps with drafts. speculative_token_tree: the
+    paths of a tree of drafts, "[(0,), (1,), (0, 0)]"; num_speculative_tokens is their number, and
+    may be left out of a dict. None: a chain.
     """
 
     num_speculative_tokens: int
@@ -26,6 +32,8 @@ class SpeculativeConfig:
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     disable_by_batch_size: int | None = None
+    enforce_eager: bool = True  # until these graphs have run on a GPU
+    speculative_token_tree: str | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -35,7 +43,15 @@ class SpeculativeConfig:
             )
         if (self.method == "draft") != (self.model is not None):
             raise ValueError('speculative_config needs a model for method="draft", and only for it')
+        if not isinstance(self.enforce_eager, bool):
+            eager = self.enforce_eager
+            raise ValueError(f"enforce_eager={eager!r:.60} of speculative_config must be a bool")
         _check_integer("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFTS)
+        if len(self.shape.paths) != self.num_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens} of speculative_config, but"
+                f" speculative_token_tree has {len(self.shape.paths)} paths"
+            )
         for name in ("prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size"):
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name))
@@ -59,6 +75,9 @@ class SpeculativeConfig:
             raise ValueError(
                 f"speculative_config has no option {unknown[0]!r:.60}; it has {', '.join(names)}"
             )
+        tree = value.get("speculative_token_tree")
+        if tree is not None and "num_speculative_tokens" not in value:
+            value = {**value, "num_speculative_tokens": len(TreeShape.parse(tree).paths)}
         if "num_speculative_tokens" not in value:
             raise ValueError("speculative_config needs num_speculative_tokens")
         return cls(**value)
@@ -72,6 +91,13 @@ class SpeculativeConfig:
             return cls.parse(json.loads(text))
         except json.JSONDecodeError as error:
             raise ValueError(f"--speculative-config {text!r:.60} is not JSON: {error}") from None
+
+    @cached_property
+    def shape(self) -> TreeShape:
+        """All drafts of a sample in one step."""
+        if self.speculative_token_tree is None:
+            return TreeShape.chain(self.num_speculative_tokens)
+        return TreeShape.parse(self.speculative_token_tree)
 
     @property
     def lookup_lengths(self) -> range:

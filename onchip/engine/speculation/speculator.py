@@ -8,6 +8,9 @@ A sample whose drafts fail is tried less often: its period doubles, from every s
 and returns to 1 with the first accepted draft. Periods are powers of two on one counter of steps:
 samples are due in the same steps, and the steps between them still overlap.
 
+In a step with a chunk of more than 64 tokens, the drafts of a tree are its first path alone: the
+mask of such a step has a row and a column for each token of the longest chunk.
+
 Drafts are never needed. If the proposer fails, requests continue without drafts from then on.
 """
 
@@ -19,6 +22,7 @@ from typing import Protocol
 
 from onchip.engine.request import Sample
 from onchip.engine.speculation.config import SpeculativeConfig
+from onchip.engine.speculation.tree import MAX_CHUNK_TOKENS, DraftTree
 from onchip.engine.step import Chunk
 
 LOG = logging.getLogger("onchip")
@@ -28,15 +32,19 @@ _MAX_PERIOD = 16  # steps; a step in vain then costs 1/16 of one
 class Proposer(Protocol):
     """A source of drafts."""
 
-    def propose(self, wanted: Sequence[tuple[Sample, int]]) -> Sequence[Sequence[int]]:
-        """For each (sample, limit) at most `limit` tokens that may follow its known tokens."""
+    def propose(
+        self, wanted: Sequence[tuple[Sample, int]]
+    ) -> Sequence[DraftTree] | Sequence[Sequence[int]]:
+        """For each (sample, limit) at most `limit` tokens that may follow its known tokens: a tree,
+        or a chain.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class SpeculationStats:
     """Since the start; names as in vLLM. num_drafts: chunks with drafts.
-    num_accepted_tokens_per_pos: how often the first, second ... draft of a chunk was accepted.
+    num_accepted_tokens_per_pos: how often a draft of depth 1, 2 ... was accepted.
     failure: why there are no more drafts.
     """
 
@@ -81,7 +89,7 @@ class Speculator:
         self.config, self._proposer, self._free_tokens = config, proposer, free_tokens
         self._turn = 0
         self._num_drafts = self._num_draft_tokens = 0
-        self._accepted = [0] * config.num_speculative_tokens
+        self._accepted = [0] * config.shape.depth
         self._failure: str | None = None
 
     def stats(self) -> SpeculationStats:
@@ -89,7 +97,7 @@ class Speculator:
         counts = (self._num_drafts, self._num_draft_tokens, sum(accepted), accepted)
         return SpeculationStats(*counts, self._failure)
 
-    def propose(self, chunks: Sequence[Chunk], budget: int) -> list[tuple[Chunk, tuple[int, ...]]]:
+    def propose(self, chunks: Sequence[Chunk], budget: int) -> list[tuple[Chunk, DraftTree]]:
         """Drafts for some chunks of a step, at most `budget` tokens in all. Call it once a step."""
         self._turn += 1
         room = int(min(budget, self._count_free(chunks, sum([c.num_tokens for c in chunks]))))
@@ -104,9 +112,12 @@ class Speculator:
             if limit > 0:
                 wanted.append((chunk, limit))
                 room -= limit
-        return self._propose(wanted)
+        proposed = self._propose(wanted)
+        if max([chunk.num_tokens for chunk in chunks], default=0) <= MAX_CHUNK_TOKENS:
+            return proposed
+        return [(chunk, tree.first_path()) for chunk, tree in proposed]
 
-    def _propose(self, wanted: Sequence[tuple[Chunk, int]]) -> list[tuple[Chunk, tuple[int, ...]]]:
+    def _propose(self, wanted: Sequence[tuple[Chunk, int]]) -> list[tuple[Chunk, DraftTree]]:
         samples = [(chunk.sample, limit) for chunk, limit in wanted]
         try:
             proposals = self._proposer.propose(samples)
@@ -115,8 +126,10 @@ class Speculator:
             return []
         proposed = []
         for (chunk, limit), drafts in zip(wanted, proposals, strict=True):
-            if drafts:
-                proposed.append((chunk, tuple(drafts[:limit])))
+            is_tree = isinstance(drafts, DraftTree)
+            tokens, parents = drafts if is_tree else (tuple(drafts), ())
+            if tokens:
+                proposed.append((chunk, DraftTree(tokens[:limit], parents[:limit])))
             else:
                 _wait_longer(chunk.sample)
         return proposed

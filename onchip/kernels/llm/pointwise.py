@@ -65,15 +65,17 @@ def place_kernel(
     stride_ksp, stride_kss, stride_ksh, stride_vsp, stride_vss, stride_vsh,
     eps, offset, num_slots, page_size, num_heads, num_kv_heads,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAD_HALF: tl.constexpr, PAD_REST: tl.constexpr,
-    TILE_H: tl.constexpr, PDL: tl.constexpr,
+    TILE_H: tl.constexpr, PDL: tl.constexpr, QUERIES: tl.constexpr = True,
 ):  # fmt: skip
     """TILE_H heads of one token: heads of q go to the queries, heads of k and v to the token's
     slot. A row of qkv holds the heads of q, then k, then v; no tile has heads of two of them.
+    Without QUERIES heads of q are left alone.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    tiles_q, tiles_kv = tl.cdiv(num_heads, TILE_H), tl.cdiv(num_kv_heads, TILE_H)
+    tiles_q = tl.cdiv(num_heads, TILE_H) if QUERIES else 0
+    tiles_kv = tl.cdiv(num_kv_heads, TILE_H)
     tiles = tiles_q + 2 * tiles_kv
     token, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     qkv_ptr += token * stride_qkv
@@ -185,12 +187,12 @@ def gate_kernel(
     inside = cols < inner
     gate = tl.load(x_ptr + row * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * stride_x + inner + cols, mask=inside, other=0.0).to(tl.float32)
-    out = round_to(_activate(gate, ACTIVATION) * up, out_ptr.dtype.element_ty)
+    out = round_to(activate_fp32(gate, ACTIVATION) * up, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * inner + cols, out, mask=inside)
 
 
 @triton.jit
-def _activate(x, NAME: tl.constexpr):
+def activate_fp32(x, NAME: tl.constexpr):
     if NAME == "silu":
         y = x / (1.0 + tl.exp(-x))
     elif NAME == "gelu":
@@ -213,7 +215,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(x + y, rms_norm(x + y)), one dtype and shape (..., width); without y (x, rms_norm(x))."""
     width = x.shape[-1]
-    a, b = _rows(x), None if y is None else _rows(y)
+    a, b = as_rows(x), None if y is None else as_rows(y)
     total = x if y is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
@@ -235,7 +237,8 @@ def place(
     eps_offset: tuple[float, float],
     pages: tuple[Tensor, ...],
     slot_mapping: Tensor,
-) -> Tensor:
+    queries: bool = True,
+) -> Tensor | None:
     """q (tokens, num_heads, head_dim) of qkv (tokens, (num_heads + 2 num_kv_heads) head_dim),
     normed and rotated. k, treated in the same way, and v are written to the slots of their tokens
     in (k_pages, v_pages) or, quantised, in (k_pages, v_pages, k_scales, v_scales).
@@ -243,26 +246,28 @@ def place(
     turn: (cos, sin), fp32 (tokens, ..., half); elements i and i + half of a head form a pair,
     elements from 2 half on are not rotated. weights: of the norms of q and k, with eps and the
     offset added to a weight. slot_mapping: int (tokens,); a slot out of range, like -1, writes
-    nothing. Two tokens must not share a slot.
+    nothing. Two tokens must not share a slot. queries: False writes keys and values alone.
     """
     k_pages, v_pages, *scales = pages
     k_scales, v_scales = scales or (None, None)
     num_pages, page_size, num_kv_heads, head_dim = k_pages.shape
-    q = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    q = None
+    if queries:
+        q = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     cos, sin = (None, None) if turn is None else (t.contiguous() for t in turn)
     half = 0 if cos is None else cos.shape[-1]
     tile, pad = TRITON_PLACE.tile_m, triton.next_power_of_2
-    tiles = triton.cdiv(num_heads, tile) + 2 * triton.cdiv(num_kv_heads, tile)
-    if q.numel():
+    tiles = queries * triton.cdiv(num_heads, tile) + 2 * triton.cdiv(num_kv_heads, tile)
+    if qkv.numel():
         with on_device(qkv):
             _place_kernel[(qkv.shape[0] * tiles,)](
-                qkv, cos, sin, *(weights or (None, None)), slot_mapping.contiguous(), q, k_pages,
-                v_pages, k_scales, v_scales,
+                qkv, cos, sin, *(weights or (None, None)), slot_mapping.contiguous(),
+                q if queries else qkv, k_pages, v_pages, k_scales, v_scales,
                 qkv.stride(0), *k_pages.stride()[:3], *v_pages.stride()[:3],
                 *scale_strides(k_scales), *scale_strides(v_scales),
                 *map(float, eps_offset), num_pages * page_size, page_size, num_heads, num_kv_heads,
                 head_dim, half, pad(max(half, 1)), pad(max(head_dim - 2 * half, 1)), tile,
-                **_options(TRITON_PLACE, qkv),
+                **_options(TRITON_PLACE, qkv), QUERIES=queries,
             )  # fmt: skip
     return q
 
@@ -272,7 +277,7 @@ def gated_activation(x: Tensor, name: str) -> Tensor:
     inner = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], inner), dtype=x.dtype, device=x.device)
     if out.numel():
-        rows, tile = _rows(x), TRITON_GATE.tile_n
+        rows, tile = as_rows(x), TRITON_GATE.tile_n
         num_tiles = triton.cdiv(inner, tile)
         with on_device(x):
             _gate_kernel[(rows.shape[0] * num_tiles,)](
@@ -281,7 +286,7 @@ def gated_activation(x: Tensor, name: str) -> Tensor:
     return out
 
 
-def _rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """(rows, width), the last dimension contiguous."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -35,6 +35,7 @@ def test_a_dict_and_a_config_are_the_same():
             "prompt_lookup_min=3 exceeds prompt_lookup_max=2",
         ),
         ({"num_speculative_tokens": 2, "disable_by_batch_size": 0}, "disable_by_batch_size=0"),
+        ({"num_speculative_tokens": 2, "enforce_eager": 1}, "enforce_eager=1 of .* must be a bool"),
         ("ngram", "must be a dict"),
     ],
 )

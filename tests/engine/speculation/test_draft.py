@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from itertools import count
 from unittest.mock import Mock
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 from onchip.engine import LLM, Limits, SamplingParams
+from onchip.engine.cuda_graphs import StepGraphs
 from onchip.engine.engine import Engine
 from onchip.engine.speculation.config import SpeculativeConfig
 from onchip.models import ModelConfig, builtin, random_model
+from tests.engine.replayed import Replayed
 
 CONFIG = SpeculativeConfig(3, method="draft", model="given as draft_model")
 
@@ -38,6 +41,106 @@ def run(tiny, draft, **options):
         pool = one._draft.cache.pool
         assert not pool.tables and pool.num_free == pool.capacity
         return outputs, one.stats()
+
+
+def count_reads(one, monkeypatch):
+    """For each call of `propose`, the number of drafts that were read at a time."""
+    reads, propose, read = [], one._draft.propose, one._draft._read_drafts
+
+    def note(wanted):
+        reads.append([])
+        return propose(wanted)
+
+    def note_read():
+        unread = one._draft._num_last - one._draft._num_read
+        reads[-1] += [unread] * bool(unread)
+        read()
+
+    monkeypatch.setattr(one._draft, "propose", note)
+    monkeypatch.setattr(one._draft, "_read_drafts", note_read)
+    return reads
+
+
+@pytest.mark.parametrize("penalty, expected", [(1.0, [6]), (1.3, [2, 2, 2])])
+def test_the_host_waits_once_for_all_drafts(tiny, monkeypatch, penalty, expected):
+    """3 drafts of 2 samples. Penalties depend on their values: then it waits for each step."""
+    params = SamplingParams(
+        temperature=0, max_tokens=30, ignore_eos=True, repetition_penalty=penalty
+    )
+    with tiny.engine(speculative_config=CONFIG, draft_model=tiny.model()) as one:
+        reads = count_reads(one, monkeypatch)
+        tiny.ask(one, ["x", "some text"], [params])
+        tiny.drain(one)
+        assert one.stats().speculation.acceptance_rate == 1
+    assert len([r for r in reads if r]) >= 7 and reads.count(expected) >= 6
+
+
+def replay_on_the_cpu(one, draft_length=2):
+    """Let an engine and its draft model replay graphs, all of which are recorded now."""
+    runner, draft, most = one._runner, one._draft, one.limits.max_num_batched_tokens
+    length = 1 + one._speculator.config.num_speculative_tokens
+    runner._graphs = Replayed(one.model, one.cache, runner._last_tokens, chunk_lengths=[length])
+    draft._graphs = Replayed(
+        draft.model, draft.cache, draft._last_tokens, chunk_lengths=[draft_length]
+    )
+    runner._graphs.record_all(most)
+    draft._graphs.record_all(most)
+    return runner._graphs, draft._graphs
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_replayed_drafts_and_verifications_give_the_outputs_without(tiny, plain, monkeypatch, same):
+    """Drafts: one token of 1, 2, 4 ... sequences, or two. Verification: four of each."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    draft = tiny.model() if same else other(tiny)
+    options = {"num_pages": 60, "host_pages": 60} if same else {}
+    with tiny.engine(speculative_config=CONFIG, draft_model=draft, **options) as one:
+        graphs, draft_graphs = replay_on_the_cpu(one)
+        monkeypatch.setattr(Replayed, "_record", None)
+        tiny.ask(one)
+        assert tiny.visible(tiny.drain(one)[0]) == tiny.visible(plain)
+    assert sum([tokens == 4 * seqs for seqs, tokens in graphs.used]) >= 2
+    assert {tokens / seqs for seqs, tokens in draft_graphs.used} >= {1, 2}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("same", [True, False])
+def test_drafts_on_a_gpu_give_the_outputs_without(tiny, monkeypatch, graphs, same):
+    """With graphs and without, in fp32. After the start no graph is recorded, and the host waits
+    for the device only where it reads the drafts and where it collects a step.
+    """
+    with tiny.engine("cuda", overlap=False, graphs=False) as one:
+        tiny.ask(one)
+        expected = tiny.visible(tiny.drain(one)[0])
+    draft = tiny.model("cuda") if same else other(tiny).cuda()
+    config = replace(CONFIG, enforce_eager=not graphs)
+    options = {"speculative_config": config, "draft_model": draft}
+    with tiny.engine("cuda", **options) as one:
+        one.warm_up()
+        assert (one._draft._graphs is not None) == graphs
+        tiny.ask(one)
+        tiny.drain(one)  # everything is compiled
+        monkeypatch.setattr(StepGraphs, "_record", None)
+        read = one._draft._read_drafts
+
+        def read_and_wait():
+            torch.cuda.set_sync_debug_mode("default")
+            read()
+            torch.cuda.set_sync_debug_mode("error")
+
+        monkeypatch.setattr(one._draft, "_read_drafts", read_and_wait)
+        one._num_accepted, outputs = 0, []
+        tiny.ask(one)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            while one.has_work:
+                outputs += one.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert tiny.visible({output.request_id: output for output in outputs}) == expected
+        assert one.stats().speculation.failure is None and one.stats().speculation.num_drafts
 
 
 @pytest.mark.parametrize(

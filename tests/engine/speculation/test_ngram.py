@@ -15,7 +15,8 @@ def proposer(most, least):
 
 def propose(one, sample, limit):
     (drafts,) = one.propose([(sample, limit)])
-    return drafts
+    assert not drafts.parents
+    return drafts.tokens
 
 
 def search(tokens, most, least, limit):

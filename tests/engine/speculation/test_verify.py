@@ -183,9 +183,21 @@ def test_sampled_tokens_have_the_distribution_without_drafts(tiny):
         tiny.assert_same_distribution(plain, other)
 
 
-def test_accepted_tokens_end_at_the_first_that_differs():
+def test_accepted_drafts_end_at_the_first_that_differs():
     tokens = [SampledToken(t) for t in (5, 6, 7)]
-    assert accept((), tokens[:1]) == tokens[:1]
-    assert accept((5, 6), tokens) == tokens
-    assert accept((5, 9), tokens) == tokens[:2]
-    assert accept((9, 6), tokens) == tokens[:1]
+    assert accept((), tokens[:1]) == []
+    assert accept((5, 6), tokens) == [0, 1]
+    assert accept((5, 9), tokens) == [0]
+    assert accept((9, 6), tokens) == []
+
+
+def test_accepted_drafts_are_the_path_of_the_sampled_tokens():
+    """Drafts 4 and 5 follow the known token, 6 and 7 follow 4, 7 and 8 follow 5."""
+    drafts, parents = (4, 5, 6, 7, 7, 8), (-1, -1, 0, 0, 1, 1)
+    rows = lambda *tokens: [SampledToken(t) for t in tokens]
+    assert accept(drafts, rows(5, 0, 8, 0, 0, 0, 1), parents) == [1, 5]
+    assert accept(drafts, rows(5, 7, 7, 0, 0, 0, 0), parents) == [1, 4]
+    assert accept(drafts, rows(4, 7, 0, 0, 0, 0, 0), parents) == [0, 3]
+    assert accept(drafts, rows(4, 8, 8, 0, 0, 0, 0), parents) == [0]
+    assert accept(drafts, rows(6, 6, 8, 0, 0, 0, 0), parents) == []
+    assert accept((4, 4, 5), rows(4, 9, 5, 0), (-1, -1, 1)) == [0]  # equal siblings: the first

@@ -193,14 +193,28 @@ def test_pages_of_8_bits_get_the_same_heads_quantised(kernels, dtype, sizes, for
 
 
 @interpreted_or_gpu
+@pytest.mark.parametrize("sizes", SIZES[1:4], ids=str)
+def test_keys_and_values_alone_are_written_alike(kernels, sizes):
+    """Without queries, which another launch treats (prefill_8bit.py)."""
+    qkv, turn, weights, pool, slots = step(sizes, BF16)
+    alone, rest = pool.clone(), (sizes[0], turn, weights, (1e-6, 1.0))
+    kernels.place(qkv, *rest, (pool[0], pool[1]), slots)
+    assert kernels.place(qkv, *rest, (alone[0], alone[1]), slots, queries=False) is None
+    assert torch.equal(alone, pool)
+
+
+@interpreted_or_gpu
 def test_qkv_that_does_not_fit_is_refused(kernels):
     qkv, turn, _, pool, slots = step((4, 2, 64, 64, 16), BF16)
+    short, whole = (pointwise.Projections(t, 4, turn, None) for t in (qkv[:, 1:], qkv))
     with pytest.raises(ValueError, match="does not fit pages"):
-        pointwise.place(qkv[:, 1:], 4, turn, None, (pool[0], pool[1]), slots)
+        pointwise.place(short, (pool[0], pool[1]), slots)
     with pytest.raises(ValueError, match="does not fit pages"):
-        pointwise.place(qkv, 4, turn, None, (pool[0], pool[1]), slots[1:])
+        pointwise.place(whole, (pool[0], pool[1]), slots[1:])
+    with pytest.raises(ValueError, match="does not fit pages"):
+        pointwise.place_keys(whole.cut(slice(2, None)), (pool[0], pool[1]), slots)
     with pytest.raises(ValueError, match="pages are torch.float16"):
-        pointwise.place(qkv, 4, turn, None, (pool[0].half(), pool[1].half()), slots)
+        pointwise.place(whole, (pool[0].half(), pool[1].half()), slots)
 
 
 @interpreted_or_gpu
