@@ -17,11 +17,13 @@ BENCHES |= {
     name: Benchmark(summary, f"benchmarks.{name}")
     for name, summary in {
         "short": "GPU: sequences of at most 512 tokens",
+        "candidates": "GPU: rows of the Hopper forward that are not in use, beside those in use",
         "host": "GPU: host time of an eager call",
         "peak": "GPU: peak memory of a call, 1k to 1M tokens",
         "versions": "GPU: FlashAttention v1 to v4 of examples/versions, side by side",
         "ablation": "GPU: from v2 to v4 one idea at a time, with the speed-up of each",
         "step": "GPU: time of one decoding step of a served model, by part",
+        "products": "GPU: matrix products of 1 to 16 rows against torch's, and against a copy",
         "decoding": "GPU: latency of small batches, drafts, structured texts, long requests",
         "masks": "GPU: windows, block-sparse masks, masks of single bits",
         "video": "GPU: masks of videos against FlexAttention, forward and forward+backward",
@@ -35,6 +37,7 @@ BENCHES |= {
         "serving": "GPU: a workload through the whole engine: tokens/s, latency, preemption",
         "ring": "ring attention over two local processes; --simulate: over up to 1,024 GPUs",
         "memory": "simulation: memory that a key/value cache wastes, by allocation scheme",
+        "approximate": "approximations of attention beside exact attention: error, time, memory",
         "paper": "published figures on attention's bytes and times: predicted and measured",
         "roofline": "predicted times of the Hopper kernels against committed measurements",
         "architectures": "registers and memory of the portable kernels, compiled for every GPU",

@@ -23,9 +23,10 @@ from benchmarks.cross_compile import (
     record_launches,
 )
 from onchip.cli.bench.harness import Case, Row, Session, Threshold
+from onchip.core import paged
 from onchip.core.problem import Options, Tensors
 from onchip.core.validation import describe
-from onchip.kernels.llm import kv_write, pointwise, sampling
+from onchip.kernels.llm import kv_write, pointwise, prefill_8bit, sampling
 from onchip.kernels.triton import merge, quantise, residual
 from onchip.testing import make_qkv
 
@@ -111,6 +112,22 @@ def _quantise_operands(precision: str) -> None:
     quantise.prepare(problem, x, torch.zeros(4, 200))
 
 
+def _quantise_pages() -> None:
+    """And queries from their projections."""
+    q, k, v = make_qkv(1, 200, 320, num_heads=4, head_dim=128, dtype=BF16)
+    table, seqlens = torch.zeros(1, 20, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    pages = (t.view(20, 16, 4, 128) for t in (k, v))
+    x = Tensors(q, *pages, page_table=table, cache_seqlens=seqlens)
+    problem = paged.describe(x, Options(precision="fp8"))
+    quantise.prepare(problem, x, torch.zeros(4, 200))
+    rotation = quantise.get_rotation(128, BF16, q.device)
+    turn, weight = (torch.zeros(200, 1, 64),) * 2, (torch.zeros(128, dtype=BF16), 1e-6, 0.0)
+    sizes, mean = quantise.OperandSizes(200, 200, 4, None, 1), torch.zeros(4, 128)
+    prefill_8bit.quantise_queries(
+        q.flatten(-2)[0], turn, weight, sizes, mean, torch.zeros(4, 200), rotation, problem
+    )
+
+
 # The largest tiles: `--quick`, and the tests of every architecture.
 LARGEST = (
     _attention("attention", 128, CAUSAL),
@@ -135,6 +152,7 @@ CASES = (
     _attention("all options", 256, ALL_OPTIONS),
     KernelCase("operands int8", 128, BF16, partial(_quantise_operands, "int8"), HOPPER),
     KernelCase("operands fp8", 128, BF16, partial(_quantise_operands, "fp8"), HOPPER),
+    KernelCase("operands fp8 of pages", 128, BF16, _quantise_pages, HOPPER),
 )
 
 

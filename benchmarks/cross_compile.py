@@ -27,6 +27,7 @@ from onchip.core import paged
 from onchip.core.device import DeviceInfo
 from onchip.core.problem import Options, Tensors
 from onchip.core.validation import describe
+from onchip.cost.hardware import H200
 from onchip.kernels.triton.backward import backward
 from onchip.kernels.triton.forward import forward
 from onchip.quant.kv8 import quantise
@@ -100,6 +101,8 @@ def as_if_on(arch: str) -> Iterator[None]:
     with (
         patch("onchip.kernels.triton.launch.device_info", device_info),
         patch("onchip.kernels.llm.pointwise.device_info", device_info),
+        patch("onchip.kernels.llm.products.device_info", device_info),
+        patch("onchip.kernels.llm.products.machine", lambda device: H200),
     ):
         yield
 

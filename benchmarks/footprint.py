@@ -14,6 +14,8 @@ from onchip.kernels.tiles import (
     HopperConfig,
     HopperSplitConfig,
     TritonConfig,
+    dq_part_columns,
+    split_columns,
     stages_unrounded,
 )
 
@@ -121,15 +123,19 @@ def hopper_decode(width: int, page_size: int = 0, kv8: bool = False) -> Footprin
 def hopper_backward(
     config: HopperBackwardConfig, width: int, with_dq: bool = True, dynamic: bool = True
 ) -> Footprint:
-    """dk and dv, and dq unless a separate kernel computes it: then ds is not exchanged."""
+    """dk and dv, and dq unless a separate kernel computes it: then ds is not exchanged. Tails of dk
+    and dv leave through memory of their own, the columns before them through that of dq.
+    """
     m, n = config.tile_m, config.tile_n
+    columns, tail = split_columns(width)
     buffers = {
         "q": 2 * config.q_stages * m * width,
         "lse and delta": FP32 * config.q_stages * 2 * m,
         "dout": 2 * config.dout_stages * m * width,
         "k": 2 * n * width,
         "v": 2 * n * width,
-        "dq, or dk and dv on their way": FP32 * 2 * 64 * 64,
+        "dq, or dk and dv on their way": FP32 * 2 * 64 * dq_part_columns(m, columns, tail)[0],
+        "tails of dk and dv on their way": 2 * 2 * 64 * tail,
         "work queue": WORK_ITEM if dynamic else 0,
     }
     if with_dq:
@@ -142,19 +148,20 @@ def hopper_backward(
 def hopper_backward_split(
     config: HopperSplitConfig,
     width: int,
+    width_v: int,
     keys: bool = False,
     values: bool = False,
     dynamic: bool = True,
 ) -> Footprint:
     """One gradient in a separate kernel: dq, dk (keys), or dv (keys and values), which needs one
-    matrix of own rows less. With keys, lse and delta stream by with the queries; otherwise they
-    belong to the own rows.
+    matrix of own rows less. width: of q and k, width_v: of v and dout. With keys, lse and delta
+    stream by with the queries; otherwise they belong to the own rows.
     """
-    own = 2 * 2 * 64 * width
-    buffers = {"a0": own} | ({} if values else {"a1": own})
+    own = 2 * 2 * 64
+    buffers = {"a0": own * width} | ({} if values else {"a1": own * width_v})
     buffers |= {
         "b0": 2 * config.b0_stages * config.tile * width,
-        "b1": 2 * config.b1_stages * config.tile * width,
+        "b1": 2 * config.b1_stages * config.tile * width_v,
         "work queue": WORK_ITEM if dynamic else 0,
     }
     if keys:

@@ -14,9 +14,9 @@ GAP = "  "
 Cells = Sequence[str]
 
 
-def wrap(text: str) -> str:
-    """text in lines of at most WIDTH; `code` is not broken."""
-    return "\n".join(_break(text, WIDTH, r"`[^`]+`"))
+def wrap(text: str, indent: str = "") -> str:
+    """text in lines of at most WIDTH, all but the first indented; `code` is not broken."""
+    return f"\n{indent}".join(_break(text, WIDTH - len(indent), r"`[^`]+`"))
 
 
 def table(heads: Cells, rows: Iterable[Cells], centred: bool = False) -> str:

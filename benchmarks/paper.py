@@ -2,7 +2,8 @@
 
 The published kernels run one head at a time on the CPU, with ledgers that count every byte over the
 HBM boundary; times are of this machine. On a GPU with NVIDIA's profiler the hardware counters are
-compared with the prediction for our own kernel. The figures are in paper_claims.py.
+compared with the prediction for our own kernel. `--only unfused` measures there how much faster a
+call is than standard attention. The figures are in paper_claims.py.
 """
 
 import time
@@ -10,12 +11,16 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+import onchip
 from benchmarks import counters
-from benchmarks.paper_claims import PaperClaim, claims, verdict
+from benchmarks.paper_claims import LENGTHS, TUTORIAL, PaperClaim, claims, verdict
+from benchmarks.paper_runs import unfused
 from onchip.cli.bench.harness import Case, Row, RowRefused, Session, Threshold
+from onchip.cli.bench.measure import alternate
 from onchip.cost import make_problem
 
-PARTS = ("claims", "counters")
+PARTS = ("claims", "counters", "unfused")
+DEFAULT_PARTS = ("claims", "counters")
 # 16k tokens, 2,048 of hidden size; from 4,096 on keys and values of the heads at work fit the L2.
 COUNTED = tuple(
     counters.CountedCall(16384 // n, n, 2048 // d, d, causal)
@@ -33,7 +38,7 @@ def run(session: Session) -> None:
 
 
 def _steps(session: Session) -> Iterator[tuple[str, Callable[[], Row]]]:
-    parts = session.only or PARTS
+    parts = session.only or DEFAULT_PARTS
     if "claims" in parts:
         for claim in claims():
             slow = session.quick and claim.measure is not None and not claim.exact
@@ -43,6 +48,10 @@ def _steps(session: Session) -> Iterator[tuple[str, Callable[[], Row]]]:
         session.where["device"] = torch.cuda.get_device_name()
         for i, call in enumerate(COUNTED):
             yield f"counters, {call.seqlen}", lambda i=i: counter_row(i)
+    if "unfused" in parts and torch.cuda.is_available():
+        session.where["device"] = torch.cuda.get_device_name()
+        for seqlen in LENGTHS:
+            yield f"unfused, {seqlen}", lambda n=seqlen: unfused_row(n, torch.device("cuda"))
 
 
 def claim_row(claim: PaperClaim) -> Row:
@@ -87,6 +96,32 @@ def counter_row(which: int) -> Row:
         source="ncu",
         verdict=f"{gap:+.1%} of each tensor once",
     ) | {"num_heads": call.num_heads, "num_kv_heads": call.num_heads}
+
+
+def unfused_row(seqlen: int, device: torch.device) -> Row:
+    """Standard attention over ours, forward, bf16: as many heads of 128, up to 16, as scores of
+    16,384 tokens in 16 heads.
+    """
+    heads = min(16, max(1, 16 * 16384**2 // seqlen**2))
+    case = Case("unfused", "none", torch.bfloat16, 128, seqlen, 1, heads)
+    q, k, v = torch.randn(3, 1, seqlen, heads, 128, device=device, dtype=torch.bfloat16)
+    jobs = {"unfused": lambda: unfused(q, k, v), "onchip": lambda: onchip.attention(q, k, v)}
+    try:
+        best = alternate(jobs, device)
+    except torch.OutOfMemoryError as error:
+        raise RowRefused(f"standard attention does not fit: {error}") from error
+    faster = best["unfused"] / best["onchip"]
+    return case.row(
+        f"time, standard over flash, {seqlen:,}",
+        faster,
+        "x",
+        published=LENGTHS[seqlen],
+        predicted=None,
+        measured=faster,
+        exact=False,
+        source=TUTORIAL,
+        verdict=f"{1e3 * best['unfused']:.3g} ms over {1e3 * best['onchip']:.3g} ms",
+    )
 
 
 def elapsed_row(start: float) -> Row:

@@ -26,6 +26,7 @@ HALF = torch.float16
 # Figure 2: GPT-2 medium on an A100 of 40 GB, with 192 KB of on-chip memory per processor.
 SEQLEN, HEAD_DIM, HEADS = 1024, 64, 64 * 16
 A100_40GB = 1.555e12  # bytes a second: NVIDIA A100 datasheet
+A100_CLOCK = 1.41e9  # boost clock: NVIDIA A100 datasheet
 ALL_SRAM = Chip(sram=192 * KIB // 2, scratch=HALF)
 SRAM = Chip(sram=100_000, scratch=HALF)  # "about 100K fp16 elements"
 BLOCKS = (64, 128, 256, 512)
@@ -250,6 +251,28 @@ def hierarchy() -> Iterator[PaperClaim]:
         "H100, on-chip memory", BLOG, "TB/s", 20, on_chip(H100),
         reason="that is an A100's",
     )  # fmt: skip
+    yield make(
+        "A100 of 40 GB, HBM", SURVEY, "TB/s", 1.6, A100_40GB / 1e12, reason="HBM2, not HBM2e",
+    )  # fmt: skip
+    yield make("A100, on-chip memory over HBM", TUTORIAL, "x", 10, on_chip(A100) / memory(A100))
+    yield make("H100, on-chip memory over HBM", BLOG, "x", 10, on_chip(H100) / memory(H100))
+    yield make("A100, HBM over CPU memory of 50 GB/s", TUTORIAL, "x", 40, memory(A100) / 0.05)
+    for name, row, size in (("A100", A100, 40), ("H100", H100, 50)):
+        yield make(f"{name}, L2", BLOG, "MiB", size, row.levels[1].size_bytes / MIB)
+    clocks = lambda level: (level.latency_s or 0.0) * A100_CLOCK
+    for level, source, published in zip(
+        A100.levels, (TUTORIAL, BLOG, TUTORIAL, TUTORIAL), (400, 30, 20, 1), strict=True
+    ):
+        yield make(
+            f"A100, latency of {level.name}", source, "clocks", published, clocks(level),
+            reason="30 is that of the on-chip memory" if level.name == "L2" else "",
+            tolerance=0.34,
+        )  # fmt: skip
+    yield make(
+        "A100, on-chip memory in fp16", TUTORIAL, "M", 10, 108 * 192 * KIB / 2 / 1e6,
+    )  # fmt: skip
+    yield make("A100, registers of a processor", SURVEY, "KiB", 256, 65_536 * 4 / KIB)
+    yield make("128 x 128 numbers, fp16", TUTORIAL, "KiB", 32, 128 * 128 * 2 / KIB)
     tiles = footprint.hopper_forward(HOPPER_FORWARD[128], 128, 128).shared_bytes
     fill = (3 * 256 * 128 * 2 + 256 * 128 * 4 + 256 * 256 * 4) / KIB
     yield make(
@@ -288,6 +311,12 @@ def sizes() -> Iterator[PaperClaim]:
         "4K, standard", BLOG, "GB", 4.2, 256 * square(4096, 1) / 1e9,
         reason="needs batch x heads x bytes = 256, which the text does not state",
     )  # fmt: skip
+    yield make(
+        "4K, flash", BLOG, "GB", 0.21, 256 * (4096 * 128 + 2 * 4096) / 1e9,
+        reason="out at d 128 and lse, for the same batch x heads x bytes; d is not stated",
+    )  # fmt: skip
+    yield make("65,536 tokens over 512", SURVEY, "x", 16384, square(65536, 1) / square(512, 1))
+    yield make("8,192 tokens, entries", TUTORIAL, "M", 67, square(8192, 1) / 1e6)
     yield make(
         "128K, entries", TUTORIAL, "G", 16.4, square(131072, 1) / 1e9,
         reason="16.4 is 128,000 squared", tolerance=0.01,
@@ -433,7 +462,7 @@ def speeds() -> Iterator[PaperClaim]:
     yield PaperClaim(
         "speed", "forward on Hopper, at most", "FlashAttention-3, 2024", "TFLOP/s", 740, tflops,
         reason="predicted: our kernel, head_dim 256, 16,384 tokens;"
-        " benchmarks/results/h200-forward.json has 768",
+        " benchmarks/results/h200-forward.json has the measured ones",
     )  # fmt: skip
 
 

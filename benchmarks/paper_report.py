@@ -27,14 +27,15 @@ def claims_sheet(rows: list[Row]) -> Sheet:
         if "verdict" not in row:
             continue
         section = row["bench"]
-        numbers = [_number(row[name], row["unit"]) for name in MARKS]
+        numbers = [number_with_unit(row[name], row["unit"]) for name in MARKS]
         title = row["kernel"] + (f" ({row['source']})" if row["published"] is not None else "")
         body.append([section if section != before else "", title, *numbers, row["verdict"]])
         before = section
     return heads, body
 
 
-def _number(value: float | None, unit: str) -> str:
+def number_with_unit(value: float | None, unit: str) -> str:
+    """Three digits and the unit; nothing for None."""
     if value is None:
         return ""
     digits = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -75,9 +75,9 @@ def measure(session: Session, shape: dict[str, Any], batch: int, length: int) ->
         spent["eager"] = eager_us(setup.step, rounds, session.device)
     spent["all but attention"] = spent["step"] - spent["attention"]
     config = setup.model.config
-    case = Case("step", "causal", torch.bfloat16, config.head_dim, length, batch, config.num_heads)
-    heads = {"num_kv_heads": config.num_kv_heads}
-    return [case.row(name, us, "us") | heads for name, us in spent.items()]
+    sizes = (config.head_dim, length, batch, config.num_heads)
+    case = Case("step", "causal", torch.bfloat16, *sizes, num_kv_heads=config.num_kv_heads)
+    return [case.row(name, us, "us") for name, us in spent.items()]
 
 
 @dataclass

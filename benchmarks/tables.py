@@ -4,8 +4,9 @@ The text between `<!-- NAME -->` and `<!-- /NAME -->` in README.md and docs/*.md
 is `support` (every kernel's `supports`), `options` (the signatures), `bench:FILE` (a summary of
 benchmarks/results/FILE.json), `bench:FILE:rows` (every row of it), `bench:FILE:grid` (its first
 benchmark with lengths across), `bench:FILE:kernels` (problems down, kernels across),
-`bench:FILE:steps` (kernels down, problems across) or `bench:FILE:SHEET` (a table that a benchmark
-makes itself). Rows that do not count appear in full tables, and in no mean.
+`bench:FILE:steps` (kernels down, problems across), `bench:FILE:SHEET` (a table that a benchmark
+makes itself) or `verdicts:TEXT` (claims of a text). Rows that do not count appear in full tables,
+and in no mean.
 """
 
 import inspect
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 
 import onchip
-from benchmarks import markdown
+from benchmarks import markdown, verdicts
 from onchip.cli import bench
 from onchip.cli.bench.harness import SCHEMA, SHORT, Row, geomean, group_size
 from onchip.cli.doctor import DEVICES, ordinary
@@ -87,6 +88,8 @@ def table(name: str, root: Path = ROOT) -> str:
     if kind == "bench":
         stem, _, form = rest.partition(":")
         return _bench(root / "benchmarks" / "results" / f"{stem}.json", form)
+    if kind == "verdicts":
+        return verdicts.table(rest)
     makers: dict[str, Callable[[], str]] = {"support": support, "options": options}
     if kind not in makers:
         raise ValueError(

@@ -319,7 +319,8 @@ def model_flops(
 
 def _case(name: str, config: ModelConfig, seqlen: int, count: int) -> Case:
     sizes = (config.head_dim, seqlen, count, config.num_heads)
-    return Case("train", name, torch.bfloat16, *sizes, way="step")
+    kv_heads = config.num_kv_heads
+    return Case("train", name, torch.bfloat16, *sizes, way="step", num_kv_heads=kv_heads)
 
 
 def _row(

@@ -18,8 +18,8 @@ from torch import Tensor
 import onchip
 
 
-def rows_with_orthogonal(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Bool (n,): which rows of a (n, dim), of zeros and ones, are orthogonal to some row of b.
+def outputs(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """One call of attention for rows of zeros and ones, a (m, dim) and b (n, dim): (m,).
 
     Row i of a asks with -a_i, each row of b is a key of value 0, and one more key of value 1 scores
     -1/2 with everybody: what it gets of the softmax is the output,
@@ -27,8 +27,7 @@ def rows_with_orthogonal(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float3
         out_i = e^(-C/2) / (e^(-C/2) + sum_j e^(-C a_i.b_j)).
 
     If a_i.b_j = 0 for some j, then out_i < e^(-C/2). If not, every a_i.b_j >= 1, and
-    out_i >= 1 / (1 + n e^(-C/2)). With C = 2 ln(3 n) that is 1 / (3 n) against 3 / 4: an attention
-    that is wrong by 1/4 would do.
+    out_i >= 1 / (1 + n e^(-C/2)). With C = 2 ln(3 n) that is 1 / (3 n) against 3 / 4.
     """
     n = b.shape[0]
     q = torch.cat([-a, torch.full((len(a), 1), -1.0)], 1)
@@ -38,8 +37,26 @@ def rows_with_orthogonal(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float3
     v = torch.zeros(n + 1, 1)
     v[-1] = 1.0
     q, k, v = (x.to(a.device, dtype)[None, :, None] for x in (q, k, v))
-    out = onchip.attention(q, k, v, softmax_scale=2 * math.log(3 * n))
-    return out.flatten() < 0.5
+    return onchip.attention(q, k, v, softmax_scale=2 * math.log(3 * n)).flatten()
+
+
+def rows_with_orthogonal(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Bool (m,): which rows of a are orthogonal to some row of b."""
+    return decide_by_additive(outputs(a, b, dtype))
+
+
+def decide_by_additive(out: Tensor) -> Tensor:
+    """The same from outputs that are wrong by up to 1/4: 1 / (3 n) + 1/4 <= 1/2 for n >= 2."""
+    return out < 0.5
+
+
+def decide_by_relative(out: Tensor, n: int) -> Tensor:
+    """The same from outputs that are wrong by a share of up to 1 - 1/n of themselves.
+
+    An output below 1 / (3 n) becomes less than 2 / (3 n), one of at least 3/4 stays at or above
+    3 / (4 n).
+    """
+    return out < 0.7 / n
 
 
 def orthogonal_pair(a: Tensor, b: Tensor) -> tuple[int, int] | None:

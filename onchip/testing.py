@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from onchip import masks
+from onchip.core.problem import LEARNED
 
 INF = float("inf")
 MODEL_MIN_ELEMENTS = 4096  # the RMSE of fewer elements is too noisy for a limit of 5 %
@@ -538,7 +539,7 @@ def _leaves(
     one is given. The inputs that `grad` names require a gradient.
     """
     named = {"q": q, "k": k, "v": v}
-    for name in ("bias", "sinks"):
+    for name in LEARNED:
         if options.get(name) is not None and options[name].requires_grad:
             named[name] = options[name]
     wanted = grad if not isinstance(grad, bool) else tuple(named) if grad else ()
@@ -598,7 +599,7 @@ def _yardsticks(q, k, v, options: dict, out: Tensor, dout, dlse) -> _Yardsticks:
 
     def round_gradients(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Round as autograd does, to the dtypes of the inputs."""
-        inputs = {"q": q, "k": k, "v": v} | {n: options.get(n) for n in ("bias", "sinks")}
+        inputs = {"q": q, "k": k, "v": v} | {n: options.get(n) for n in LEARNED}
         dtypes = {f"d{n}": x.dtype for n, x in inputs.items() if f"d{n}" in gradients}
         half = {n: dtype for n, dtype in dtypes.items() if dtype.itemsize == 2}
         return gradients | {n: _rounded(gradients[n], dtype) for n, dtype in half.items()}

@@ -24,6 +24,8 @@ import onchip
 import onchip.lab  # registers the kernels of the papers
 import onchip.testing as ot
 from onchip import masks
+from onchip.core.dispatch import get_backend
+from onchip.core.problem import LEARNED, UNDECLARED, Problem
 
 INF = float("inf")
 CPU_KERNELS = ("aten_cpu", "tiled", "reference", "paper_v0", "paper_v1", "paper_v2", "paper_v4")
@@ -38,10 +40,12 @@ HEADS = ((1, 1), (2, 2), (2, 1), (3, 1), (4, 2), (6, 3))
 # softmax_scale in units of its default; the accuracy rule holds for scores of ordinary size.
 SCALES = (None, None, None, None, 0, -1.0, -0.3, 0.1, 1.5)
 WINDOWS = ((None, None),) * 3 + ((0, 0), (3, 0), (None, 2), (5, None), (16, 7), (60, 60), (0, None))
-REFUSED = {
-    "aten_cpu": ("softcap", "alibi_slopes", "bias", "dropout_p", "dropout_seed", "return_stats"),
-    "hopper": ("alibi_slopes", "bias", "dropout_p", "dropout_seed", "return_stats"),
-    "paper": ("softcap", "alibi_slopes", "bias", "sinks", "return_stats"),
+# The field of Problem, for options that have another name there.
+FIELDS = {
+    "alibi_slopes": "has_alibi",
+    "bias": "has_bias",
+    "sinks": "has_sinks",
+    "dropout_seed": "dropout_p",
 }
 
 
@@ -204,13 +208,13 @@ def _draw_options(rng: ProblemRng, sizes: dict, batch: int) -> dict[str, Any]:
 
 
 def _drop_refused(options: dict, kernel: str | None) -> dict:
-    """The options without the ones that the named kernel refuses."""
-    refused = REFUSED.get((kernel or "").partition("_v")[0], ())
-    if kernel == "paper_v4":
-        refused += ("dropout_p", "dropout_seed")
+    """The options without the ones that the named kernel does not declare."""
+    if kernel is None:
+        return options
     if kernel == "hopper" and (options["softmax_scale"] or 1) <= 0:
         options["softmax_scale"] = None
-    return {name: x for name, x in options.items() if name not in refused}
+    refused = Problem._field_defaults.keys() - UNDECLARED - get_backend(kernel).options
+    return {name: x for name, x in options.items() if FIELDS.get(name, name) not in refused}
 
 
 def _draw_mask(rng: ProblemRng, shape: tuple[int, int, int, int]) -> tuple[object, Tensor | None]:
@@ -253,10 +257,10 @@ def _make_case(
     rng: ProblemRng, qkv: tuple[Tensor, ...], options: dict, attention: Callable
 ) -> Case:
     q, k, v = (_expand_or_restride(rng, t) for t in qkv)
-    names = ["q", "k", "v"] + [n for n in ("bias", "sinks") if _requires_grad(options.get(n))]
+    names = ["q", "k", "v"] + [n for n in LEARNED if _requires_grad(options.get(n))]
     grad = tuple(n for n in names if rng.maybe(0.7))
     on_device = {n: x.to(rng.device) if isinstance(x, Tensor) else x for n, x in options.items()}
-    for name in ("bias", "sinks"):  # a copy is no leaf
+    for name in LEARNED:  # a copy is no leaf
         if name in options:
             on_device[name] = options[name]
     described = {

@@ -24,6 +24,9 @@ from onchip.engine.sampler import LogitEdits, SamplingMetadata, sample
 from onchip.fold import cascade
 from onchip.kvcache import KVCache, Sequence, Spec
 from onchip.models import Decoder, ModelConfig, positions_of, random_model
+from onchip.models.products import fuse_products
+from onchip.quant.kv8 import quantise
+from tests.kernels.gpu import all_backward_widths
 
 KERNELS = ("hopper", "triton")
 MODEL = {
@@ -39,6 +42,7 @@ MODEL = {
 }
 LENGTHS = ((1, 1), (1, 777), (63, 111), (200, 137), (129, 300))
 DIMS = ((64, 64), (128, 128), (256, 256), (96, 40))
+WIDTHS = ((32, 32), (72, 80), (96, 96), (160, 160), (192, 192), (192, 128))
 CALLS = {
     "dense": {},
     "causal": {"causal": True},
@@ -52,8 +56,14 @@ CALLS = {
     },  # masks have strips from 1,025 keys on
     "modified": {"alibi_slopes": True, "bias": True, "dropout_p": 0.2, "return_stats": True},
     "packed": {"packed": True, "causal": True},
+    "widths": {"all_widths": True, "causal": True},
+    "widths deterministic": {"all_widths": True, "deterministic": True},
+    "widths packed": {"all_widths": True, "packed": True, "softcap": 5.0},
+    "widths mask": {"all_widths": True, "mask": True},
     "fp8": {"precision": "fp8", "window_size": (50, 9)},
     "fp8 packed": {"precision": "fp8", "packed": True, "causal": True},
+    "fp8 paged": {"paged_8bit": "fp8"},
+    "int8 paged": {"paged_8bit": "int8"},
     "int8": {"precision": "int8", "causal": True},
     "int8_pv16": {"precision": "int8_pv16"},
     "paged": {"paged": True},
@@ -69,8 +79,11 @@ def main(names: list[str]) -> int:
     for name in names or CALLS:
         options = dict(CALLS[name])
         own_lengths = options.pop("lengths", LENGTHS)
-        for kernel in options.pop("kernels", KERNELS):
-            for dims in DIMS:
+        all_dims, kernels = DIMS, options.pop("kernels", KERNELS)
+        if "all_widths" in options:  # of the Hopper backward
+            all_dims, kernels = WIDTHS, KERNELS[:1]
+        for kernel in kernels:
+            for dims in all_dims:
                 for lengths in own_lengths:
                     try:
                         call(kernel, lengths, dims, dict(options), device)
@@ -89,10 +102,15 @@ def main(names: list[str]) -> int:
 def call(kernel: str, lengths: tuple[int, int], dims: tuple[int, int], options: dict, device: str):
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": dims[0], "head_dim_v": dims[1]}
     shape |= {"dtype": torch.bfloat16, "device": device}
+    if options.pop("all_widths", False):
+        with all_backward_widths():
+            return call(kernel, lengths, dims, options, device)
     if options.pop("cache", False):
         return cache(dims, device)
     if options.pop("decoder", False):
         return decoder(dims[0], lengths[1], device)
+    if precision := options.pop("paged_8bit", None):
+        return paged_8bit(kernel, lengths, shape, precision)
     if options.pop("paged", False):
         return paged(kernel, lengths, shape)
     if options.pop("packed", False):
@@ -124,6 +142,20 @@ def paged(kernel: str, lengths: tuple[int, int], shape: dict) -> None:
     synchronize(x.q.device)
 
 
+def paged_8bit(kernel: str, lengths: tuple[int, int], shape: dict, precision: str) -> None:
+    """Operands of 8 bits from pages of several sizes, in 16 bits and in 8."""
+    x = ot.make_packed([lengths[0], 0, 70], [lengths[1], 5, 133], **shape)
+    q = x.q[: lengths[0]].expand(3, -1, -1, -1)
+    for page_size in (1, 16):
+        pages = ot.make_pages(x.k, x.v, x.cu_seqlens_k, page_size)
+        (k, k_scales), (v, v_scales) = (quantise(t, torch.int8) for t in pages[:2])
+        options = {"precision": precision, "kernel": kernel}
+        onchip.paged_attention(q, *pages, **options)
+        options |= {"k_scales": k_scales, "v_scales": v_scales}
+        onchip.paged_attention(q, k, v, *pages[2:], **options)
+    synchronize(x.q.device)
+
+
 def cache(dims: tuple[int, int], device: str) -> None:
     """Write into slots, and copy pages."""
     spec = Spec(2, 2, *dims, page_size=4, device=device)
@@ -139,13 +171,15 @@ def cache(dims: tuple[int, int], device: str) -> None:
 
 @torch.no_grad()
 def decoder(head_dim: int, length: int, device: str) -> None:
-    """Norms, rotary embeddings, page writes and activations of a model, and sampling with every
-    option.
+    """Norms, rotary embeddings, page writes, activations and products of few rows of a model, and
+    sampling with every option.
     """
     config = ModelConfig.from_hf(MODEL | {"head_dim": head_dim})
     model = random_model(config, device=device, dtype=torch.bfloat16)
     for kv_dtype in (None, "fp8", "int8"):
         _decode(model, KVCache(model.cache_spec(4, kv_dtype), 400), length)
+    with fuse_products():
+        _decode(model, KVCache(model.cache_spec(4), 400), 9)
 
 
 def _decode(model: Decoder, kv_cache: KVCache, length: int) -> None:

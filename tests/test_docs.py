@@ -114,6 +114,15 @@ def test_commands_exist(page, monkeypatch, tmp_path):
             assert args.command != "bench" or args.name in (None, *bench.BENCHES), command
 
 
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=name)
+def test_suites_of_a_clone_are_not_commands_of_the_package(page):
+    """`onchip bench NAME` has the suites of the wheel; `python -m benchmarks NAME` has all."""
+    source = (ROOT / "onchip" / "cli" / "bench" / "__init__.py").read_text(encoding="utf-8")
+    packaged = set(re.findall(r'^    "(\w+)": Benchmark\(', source, re.MULTILINE))
+    assert "cpu" in packaged
+    assert set(re.findall(r"onchip bench ([a-z]+)", page.read_text(encoding="utf-8"))) <= packaged
+
+
 def test_limits_quotes_the_errors():
     results = list(run_examples((ROOT / "docs" / "limits.md").read_text(encoding="utf-8")))
     assert len(results) > 12
@@ -150,6 +159,14 @@ def test_every_package_is_in_architecture():
     packages = {p.stem for p in (ROOT / "onchip").iterdir() if p.suffix == ".py" or p.is_dir()}
     words = set(re.findall(r"\w+", blocks(text, "text")[0][1]))
     assert packages - {"__main__", "__pycache__"} <= words
+
+
+def test_every_file_of_the_hopper_kernels_is_in_their_table():
+    section = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8").split("## The files")[1]
+    listed = re.findall(r"`([\w*]+\.py)`", section.split("## ")[0])
+    folder = ROOT / "onchip" / "kernels" / "hopper"
+    found = {path for pattern in listed for path in folder.glob(pattern)}
+    assert {path.name for path in folder.glob("[!_]*.py")} == {path.name for path in found}
 
 
 def test_contributing_is_short():

@@ -25,6 +25,7 @@ _KERNEL = {*_CALL, *_SHARED, "core.machine", "cost", "quant"}
 ALLOWED = {
     "core.state": set(),
     "core.machine": set(),
+    "core.philox": set(),
     "core.arguments": set(),
     "core.files": set(),
     "core.hub_cache": {"core.files"},
@@ -44,9 +45,11 @@ ALLOWED = {
     "kernels.strips": {"masks"},
     "kernels.unpack": set(),
     "kernels.runtime": {"core.call_cache", "core.problem"},
-    "quant": {"core.state", "core.problem", "core.validation", "core.values", "masks"},
+    "quant": {
+        *("core.philox", "core.problem", "core.state", "core.validation", "core.values", "masks"),
+    },
     "cost": {"core.device", "core.problem", "core.validation", "kernels.tiles", "masks"},
-    "kernels.cpu": _KERNEL,
+    "kernels.cpu": {*_KERNEL, "core.philox"},
     "kernels.triton": _KERNEL,
     "kernels.hopper": _KERNEL,
     "kernels.llm": {*_KERNEL, "kernels.triton"},
@@ -86,7 +89,8 @@ ALLOWED = {
         *("models",),
     },
     "engine": {
-        *("core.device", "core.extras", "core.files", "core.functional", "core.machine"),
+        *("core.device", "core.dispatch", "core.extras", "core.files", "core.functional"),
+        "core.machine",
         *("core.problem", "cost", "kvcache", "models", "parallel"),
     },
     "nn": {"core.arguments", "core.functional", "core.problem", "masks", "models"},
@@ -119,6 +123,7 @@ LAZY = {
     "core.torch_op": {"core.dtensor", "kernels.triton"},
     "core.functional": {"kernels.cpu", "kernels.triton"},
     "kernels.hopper": {"kernels.triton"},
+    "kernels.llm": {"kernels.hopper"},
     "kvcache": {"kernels.llm"},
     "models": {"kernels.llm"},
     "nn": {"core.dtensor"},
@@ -154,7 +159,10 @@ TORCH_FREE = (
     *(f"engine/{name}.py" for name in ("scheduler", "detokenizer", "tokenizer")),
     *(f"engine/{name}.py" for name in ("tokenizer_components", "chat_template")),
     *(f"engine/{name}.py" for name in ("text_worker_main", "text_worker_pool")),
-    *(f"engine/speculation/{name}.py" for name in ("config", "ngram", "speculator", "verify")),
+    *(
+        f"engine/speculation/{name}.py"
+        for name in ("config", "ngram", "speculator", "tree", "verify")
+    ),
     *(f"engine/structure/{name}.py" for name in ("grammar", "regex_size", "json_schema")),
     *(f"engine/structure/{name}.py" for name in ("automaton", "compiler")),
 )

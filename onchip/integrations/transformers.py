@@ -34,9 +34,12 @@ _CELLS_PER_STEP = 1 << 24  # of an unknown mask_function
 # Models that compute with their masks before attention: the form that each expects, additive as in
 # eager attention or bool as in SDPA.
 _DENSE_MASKS = {
+    "beit": "additive",
     "deepseek_v4": "additive",
     "doge": "additive",
+    "lasr_encoder": "bool",
     "nemotron_asr_streaming_encoder": "bool",
+    "t5gemma2_decoder": "bool",
 }
 
 

@@ -34,13 +34,21 @@ def compulsory(problem: Problem) -> int:
 
 def lower_bound(problem: Problem, sram: float) -> int:
     """Numbers moved by any algorithm that computes each visible q.k as the sum of its d products
-    in any order, with M = sram numbers on the chip: N^2 d^2 / M up to a constant if M >= d^2.
+    in any order, with M = sram numbers on the chip: up to a constant N^2 d^2 / M if M >= d^2, and
+    N^2 d / sqrt(M) if M <= d^2.
 
     Proof. Divide the transfers into phases of M. In a phase at most 2 M numbers of Q and K are on
-    the chip at some time: M from before, and M that were moved. They are a rows of Q and b of K
-    with (a + b) d <= 2 M, and have at most a b <= (M / d)^2 products. Any other product that ends
-    in the phase began before it, and its partial sum is one of the same 2 M numbers. So at most
-    (M / d)^2 + 2 M products end in a phase.
+    the chip at some time: M from before, and M that were moved. Scores that a phase computes whole
+    belong to a rows of Q and b of K with (a + b) d <= 2 M: at most a b <= (M / d)^2.
+
+    Of the other scores, first count those that end in the phase: they began before it, and their
+    partial sums are among the same 2 M numbers. So at most (M / d)^2 + 2 M scores end in a phase.
+
+    Now count their products instead. A phase that loads u and stores M - u numbers sees x numbers
+    of Q, y of K and z partial sums that come from before or remain after it, with
+    x + y + z <= (M + u) + (M + M - u) = 3 M and x + y <= 2 M. A product belongs to one of each, so
+    there are at most sqrt(x y z) (Loomis and Whitney 1949) <= M^(3/2). With those of whole scores
+    a phase computes at most M^2 / d + M^(3/2) of the N^2 d products.
 
     Raises ValueError for a block mask or packed sequences: a Problem does not hold their pairs.
     """
@@ -53,8 +61,9 @@ def lower_bound(problem: Problem, sram: float) -> int:
         return compulsory(problem)
     if not sram >= 1:
         raise ValueError(f"{sram=} must be at least 1 number")
-    products_per_phase = (sram / problem.head_dim) ** 2 + 2 * sram
-    phases = int(-(-_pairs(problem) // products_per_phase))  # the last phase may be short
+    parts = min(2 * sram, sram**1.5 / problem.head_dim)  # less than 2 M if M < 4 d^2
+    scores_per_phase = (sram / problem.head_dim) ** 2 + parts
+    phases = int(-(-_pairs(problem) // scores_per_phase))  # the last phase may be short
     return max(compulsory(problem), int(sram * (phases - 1)))
 
 

@@ -1,4 +1,4 @@
-"""Masks of tokens with several coordinates: each query sees a box of keys."""
+"""Masks in which keys have numbers, one or several coordinates: each query sees a box of them."""
 
 from functools import cached_property, reduce
 from typing import NamedTuple

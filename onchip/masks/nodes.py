@@ -3,6 +3,15 @@ intervals, and nodes that join others. `cells.py` has the nodes that are evaluat
 
 `Node.status` is three-valued logic: AND is the minimum, OR the maximum, NOT the reflection. So bits
 are computed only for blocks that the structure leaves undecided, and the result is exact.
+
+A rule of one kind has a node already:
+
+    the keys of a query are one interval         Interval, here
+    it depends on p - k alone                    diagonals.Diagonals
+    it depends on blocks of 128 x 128 alone      cells.BlockPattern
+    it depends on a number of each key, or on    boxes.Box: `k % n == 0` is a box of one axis with
+      coordinates of tokens on a grid              at[k] = k % n, lo = 0, hi = 1
+    anything else, cell by cell                  cells.Cells
 """
 
 from abc import ABC, abstractmethod

@@ -2,7 +2,7 @@
 128 tokens. A query with p < 0 (more queries than keys) sees nothing under a block rule.
 
 The sizes of a preset may be SymInts, variables of a compiled function: `as_int` checks them, and
-`Mask` prints them.
+`Mask` prints them. They may be larger than any length: a preset clamps them to its grid.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,9 @@ _LEAST_SEED = -(2**63)  # of torch.Generator
 
 
 def block_local(block: int = BLOCK) -> Mask:
-    """Local blocks: query q sees key k iff p // block == k // block (block in tokens)."""
+    """Local blocks: query q sees key k iff p // block == k // block (block in tokens). `& causal()`
+    makes the chunked attention of Llama 4.
+    """
     block = as_int("block_local(): block", block, 1)
     return Mask("block_local({})", (block,), partial(_block_band, block, 0))
 

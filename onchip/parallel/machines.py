@@ -97,12 +97,12 @@ H200_KERNELS = {
     (False, True, 128): KernelRates((372, 484, 581, 650, 697, 723)),
     (False, False, 256): KernelRates((533, 636, 699, 734, 756, 783)),
     (False, True, 256): KernelRates((361, 499, 615, 686, 740, 753)),
-    (True, False, 64): KernelRates((327, 413, 476, 517, 551, 575)),
-    (True, True, 64): KernelRates((193, 296, 390, 464, 517, 558)),
-    (True, False, 128): KernelRates((376, 478, 549, 591, 653, 671)),
-    (True, True, 128): KernelRates((223, 343, 448, 526, 571, 600)),
-    (True, False, 256): KernelRates((320, 382, 418, 440, 467, 478)),
-    (True, True, 256): KernelRates((210, 296, 364, 410, 434, 467)),
+    (True, False, 64): KernelRates((326, 414, 475, 520, 547, 568)),
+    (True, True, 64): KernelRates((200, 297, 394, 464, 519, 557)),
+    (True, False, 128): KernelRates((367, 472, 545, 599, 649, 667)),
+    (True, True, 128): KernelRates((237, 336, 445, 528, 587, 635)),
+    (True, False, 256): KernelRates((317, 377, 415, 436, 467, 472)),
+    (True, True, 256): KernelRates((207, 293, 358, 407, 431, 467)),
 }
 
 

@@ -30,7 +30,7 @@ def every_hopper_row():
         yield footprint.hopper_decode(dim, 16)
     yield footprint.hopper_decode(128, 16, kv8=True)
     for dim, config in tiles.HOPPER_SPLIT.items():
-        yield footprint.hopper_backward_split(config, dim, keys=True)
+        yield footprint.hopper_backward_split(config, dim, dim, keys=True)
 
 
 @pytest.mark.parametrize("row", list(every_hopper_row()))

@@ -117,6 +117,13 @@ def test_counter_rows_have_the_prediction(monkeypatch):
     assert {c.batch * c.seqlen for c in paper.COUNTED} == {16384}
 
 
+def test_standard_attention_beside_ours():
+    row = paper.unfused_row(1024, torch.device("cpu"))
+    assert row["num_heads"] == 16 and row["measured"] == row["value"] > 0
+    assert row["published"] == 1.3 and " ms over " in row["verdict"]
+    assert "unfused" in paper.PARTS and "unfused" not in paper.DEFAULT_PARTS
+
+
 def test_the_table_of_the_documents():
     heads, body = paper_report.SHEETS["claims"](COMMITTED)
     assert heads[2:] == ["published", "predicted", "measured", "verdict"]

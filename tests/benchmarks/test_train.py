@@ -35,6 +35,8 @@ def test_all_rows_are_measured_on_a_cpu(tmp_path, capsys, monkeypatch):
     for row in (rows[model] for model in models):
         assert row["value"] > 0 and row["peers"] and row["best_peer"] in row["peers"]
         assert row["unit"] == "tokens/s" and row["error"] > 0 and len(row["band"]) == 2
+    heads = lambda row: (row["num_heads"], row["num_kv_heads"])
+    assert [heads(rows[model]) for model in models] == [(2, 2), (4, 2), (2, 2)]
     printed = capsys.readouterr().out
     assert "There is no GPU here" in printed and "cudnn is left out" in printed
     assert "missed" not in printed

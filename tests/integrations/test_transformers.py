@@ -739,15 +739,20 @@ def test_one_row_of_queries_for_a_batch_of_keys():
     torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
-def test_a_model_that_computes_with_bool_masks_gets_them():
+@pytest.mark.parametrize(
+    "kind", ["beit", "lasr_encoder", "nemotron_asr_streaming_encoder", "t5gemma2_decoder"]
+)
+def test_a_model_that_computes_with_its_masks_gets_dense_ones(kind):
     from transformers.masking_utils import bidirectional_mask_function
 
     class Config:
-        model_type = "nemotron_asr_streaming_encoder"
+        model_type = kind
 
     seen = torch.ones(2, 12, dtype=torch.bool)
     seen[1, 9:] = False
     arguments = {"q_length": 12, "kv_length": 12, "attention_mask": seen, "batch_size": 2}
     arguments |= {"mask_function": bidirectional_mask_function, "device": torch.device("cpu")}
     made = adapter.mask(**arguments, config=Config())
-    assert made.dtype == torch.bool and torch.equal(made[:, 0, 0], seen)
+    is_added = kind == "beit"  # to a position bias
+    assert made.dtype == (torch.float32 if is_added else torch.bool)
+    assert torch.equal(made[:, 0, 0] == 0 if is_added else made[:, 0, 0], seen)

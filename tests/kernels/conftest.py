@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onchip.core.call_cache import clear_call_cache
 from onchip.kernels import tiles
 from onchip.kernels.runtime import counters
+from tests.kernels.gpu import all_backward_widths
 
 
 @pytest.fixture
@@ -47,9 +47,7 @@ def few_keys(monkeypatch, one_kernel_for_all_gradients):
 
 
 @pytest.fixture
-def tails(monkeypatch):
-    """The Hopper forward has tiles of all widths, also of those that calls do not use yet."""
-    monkeypatch.setattr(tiles, "HOPPER_WIDTHS", tiles.HOPPER_TAIL_WIDTHS)
-    clear_call_cache()
-    yield
-    clear_call_cache()
+def all_widths():
+    """The backward's tiles of every width, also of those that are off."""
+    with all_backward_widths():
+        yield

@@ -52,6 +52,18 @@ def test_flash_attention_is_within_a_constant_of_the_bound(head_dim, sram):
     assert least >= order / 3 - sram
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("sram", [2**8, 2**10, 2**12])
+def test_small_chips_move_n_squared_d_over_the_root_of_m(head_dim, sram):
+    """For M <= d^2: blocked products are within a constant of the bound, FlashAttention is not."""
+    problem = make_problem(2**13, head_dim=head_dim, dtype=NUMBERS)
+    least, order = bounds.lower_bound(problem, sram), 2**26 * head_dim / math.sqrt(sram)
+    assert least >= order / 2 - sram
+    blocked = traffic.standard(problem, Chip(sram)).hbm_bytes / 4
+    assert least <= blocked <= 12 * order
+    assert traffic.v1(problem, Chip(sram)).hbm_bytes / 4 > 3 * order * head_dim / math.sqrt(sram)
+
+
 def test_a_larger_chip_moves_less_down_to_the_compulsory_bytes():
     problem = make_problem(4096, dtype=NUMBERS)
     moved = [traffic.v2(problem, Chip(2**n)).hbm_bytes for n in range(8, 24)]

@@ -365,6 +365,15 @@ def test_sizes_beyond_any_length_cover_everything(huge):
         assert torch.equal(mask.build(1, 1, 300, 300).to_dense(), full)
 
 
+@pytest.mark.parametrize(
+    ("name", "parameter"), [size for size in SIZES if "prefix_lm" not in size], ids=".".join
+)
+def test_a_size_beyond_any_length_is_as_one_of_many_lengths(name, parameter):
+    make = lambda size: getattr(masks, name)(**LEAST[name] | {parameter: size})
+    long, huge = (make(size).build(1, 1, 300, 300).to_dense() for size in (1000, 2**40))
+    assert torch.equal(long, huge)
+
+
 def test_reducing_over_many_masks():
     parts = [masks.window(size, size) for size in (300, 200, 100)]
     merged = functools.reduce(lambda a, b: a & b, parts).build(1, 1, 799, 799)

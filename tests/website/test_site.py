@@ -99,7 +99,7 @@ def test_pages_fit_a_phone_and_a_desktop(site, tab):
     tab.set_default_timeout(5_000)
     wide = []
     for page in [*pages(site), site / "source/onchip/core/state.py.html"]:
-        tab.goto(page.as_uri())
+        tab.goto(page.as_uri(), timeout=60_000)
         for width in (390, 1280):
             tab.set_viewport_size({"width": width, "height": 844})
             try:  # the search box may still move to its place
