@@ -26,6 +26,7 @@ BENCHES |= {
         "products": "GPU: matrix products of 1 to 16 rows against torch's, and against a copy",
         "decoding": "GPU: latency of small batches, drafts, structured texts, long requests",
         "masks": "GPU: windows, block-sparse masks, masks of single bits",
+        "hbm": "GPU: time and bytes over HBM of standard attention, v1 to v3 and onchip",
         "video": "GPU: masks of videos against FlexAttention, forward and forward+backward",
     }.items()
 }

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-import onchip
+from benchmarks import algorithms
 
 METRICS = {"dram__bytes_read.sum": "read_bytes", "dram__bytes_write.sum": "write_bytes"}
 UNITS = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
@@ -28,6 +28,7 @@ class CountedCall(NamedTuple):
     head_dim: int
     causal: bool = False
     backward: bool = False
+    algorithm: str = "onchip"  # of algorithms.py; others than onchip have no causal mask
 
 
 class KernelBytes(NamedTuple):
@@ -98,10 +99,13 @@ def main(args: list[str]) -> None:
 def run(call: CountedCall, device: torch.device) -> None:
     """One call twice, of which the profiler sees the second."""
     shape = (call.batch, call.seqlen, call.num_heads, call.head_dim)
-    make = lambda: torch.randn(shape, device=device, dtype=torch.bfloat16)
+    layout = algorithms.layout_of(call.algorithm)
+    make = lambda: layout(torch.randn(shape, device=device, dtype=torch.bfloat16))
     q, k, v = (make().requires_grad_(call.backward) for _ in range(3))
     dout = make()
-    attend = lambda: onchip.attention(q, k, v, causal=call.causal)
+    function = algorithms.find(call.algorithm, call.seqlen, device)
+    options = {"causal": True} if call.causal else {}
+    attend = lambda: function(q, k, v, **options)
     for profiled in (False, True):
         out = attend() if call.backward else None
         with _profiled(profiled, device):

@@ -2,7 +2,7 @@
 
 Without arguments, the pictures of the documents are drawn again: speeds, as `onchip bench` draws
 them; memory over the length; loss curves, one over the other, and their distance; models, with
-the ratio of every pass as a bar.
+the ratio of every pass as a bar; time over bytes of every algorithm.
 """
 
 import json
@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import hbm
 from onchip.cli.bench.harness import Row
 from onchip.cli.bench.plots import OURS, PEERS, label_tokens, paper, save, speeds, xy
+from onchip.cost.hardware import H200
 
 ROOT = Path(__file__).parents[1]
 PICTURES = {
@@ -20,6 +22,7 @@ PICTURES = {
     "h200-peak": "peak.svg",
     "h200-train": "curves.svg",
     "h200-models": "models.svg",
+    "h200-hbm": "hbm.svg",
 }
 
 
@@ -35,6 +38,8 @@ def _figure(rows: list[Row]):
         return curves(rows)
     if any(row["bench"] == "models" for row in rows):
         return model_ratios(rows)
+    if any(row["bench"] == "hbm" for row in rows):
+        return bytes_and_times(rows)
     return speeds(rows)
 
 
@@ -114,6 +119,72 @@ def model_ratios(rows: list[Row]):
     labelled = {label: bars for pairs in entries for bars, label in pairs}
     figure.legend(labelled.values(), labelled, loc="outside upper center", ncols=6, frameon=False)
     return figure
+
+
+ALGORITHMS = {
+    "standard": ("standard attention", "#7f8c8d"),
+    "compiled": ("standard, compiled", "#b7a57a"),
+    "v1": ("v1", "#e08e45"),
+    "v2": ("v2", "#8e6bb0"),
+    "v3": ("v3", "#3d9bb3"),
+    "fa2": ("FlashAttention-2", "#1f5f8b"),
+    "onchip": ("onchip", OURS["color"]),
+}
+
+
+def bytes_and_times(rows: list[Row]):
+    """Figure 2 of FlashAttention, measured: time over bytes, tiles of v1, blocks of a mask."""
+    panels = {
+        "time over bytes": [row for row in rows if row["bench"] == "hbm" and row["hbm_bytes"]],
+        "v1: keys of a tile": [row for row in rows if row["bench"] == "hbm tiles"],
+        "onchip: share of the blocks": [row for row in rows if row["bench"] == "hbm blocks"],
+    }
+    drawn = {title: chosen for title, chosen in panels.items() if chosen}
+    if not drawn:
+        raise ValueError("no algorithm of these results was timed and counted")
+    draws = dict(zip(panels, (_time_over_bytes, _over_tiles, _over_blocks), strict=True))
+    figure = paper(4.2 * len(drawn), 3.6)
+    for axes, (title, chosen) in zip(
+        figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items(), strict=True
+    ):
+        draws[title](axes, chosen)
+        axes.set_title(title)
+        axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def _time_over_bytes(axes, rows: list[Row]) -> None:
+    """A point for every algorithm, length and pass; the line is the bandwidth of an H200."""
+    for name, (label, color) in ALGORITHMS.items():
+        for marker, way in (("o", "forward"), ("s", "backward")):
+            of_pass = [p for p in hbm.points([r for r in rows if r["pass"] == way])]
+            chosen = [point for point in of_pass if point.name == name]
+            places = [[p.hbm_bytes / 1e9 for p in chosen], [p.ms for p in chosen]]
+            shown = label if way == "forward" else None
+            axes.scatter(*places, s=14, marker=marker, color=color, label=shown)
+    ends = [min(p.hbm_bytes for p in hbm.points(rows)), max(p.hbm_bytes for p in hbm.points(rows))]
+    least = [1e3 * x / H200.memory_bytes_s for x in ends]
+    axes.plot([x / 1e9 for x in ends], least, color="#333333", linewidth=0.8, label="HBM alone")
+    axes.set(xscale="log", yscale="log", xlabel="GB over HBM", ylabel="ms (squares: backward)")
+
+
+def _over_tiles(axes, rows: list[Row]) -> None:
+    """Times, and dashed the bytes at an H200's bandwidth."""
+    for row, color in zip(rows, ("#e08e45", "#1f5f8b", "#2e8b57"), strict=False):
+        label, keys = f"{row['seqlen']:,} tokens", lambda name: int(name.partition("/")[2])
+        axes.plot(
+            *xy({keys(n): ms for n, ms in row["peers"].items()}), "o-", color=color, label=label
+        )
+        moved = {n: x for n, x in row["hbm_bytes"].items() if n in row["peers"]}
+        least = {keys(n): 1e3 * x / H200.memory_bytes_s for n, x in moved.items()}
+        axes.plot(*xy(least), "--", color=color, linewidth=0.8, label=f"{label}, HBM alone")
+    axes.set(xscale="log", yscale="log", xlabel="keys of a tile", ylabel="ms, forward")
+
+
+def _over_blocks(axes, rows: list[Row]) -> None:
+    share = lambda row: round(100 * hbm.density_of(row["kernel"]))
+    axes.plot(*xy({share(row): row["value"] for row in rows}), **OURS, label="forward + backward")
+    axes.set(xlabel="% of the blocks", ylabel="ms", ylim=(0, None))
 
 
 def main(args: list[str]) -> int:

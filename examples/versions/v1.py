@@ -80,10 +80,12 @@ def forward_v1(
         tl.debug_barrier()
 
 
-def attention(q, k, v, causal=False):
+def attention(q, k, v, causal=False, tile_n=TILE_N):
     """softmax(q k^T / sqrt(head_dim)) v and lse, for q, k, v of shape (batch, seqlen, num_heads,
     head_dim), head_dim 64 or 128, in bf16 or fp16. lse (batch, num_heads, seqlen), natural log.
+    tile_n: keys of a tile. With fewer, the state makes more round trips.
     """
+    assert tile_n % TILE_M == 0 or not causal, (TILE_M, tile_n)
     batch, seqlen, num_heads, head_dim = q.shape
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out, o = torch.empty_like(q), torch.zeros_like(q, dtype=torch.float32)
@@ -91,7 +93,7 @@ def attention(q, k, v, causal=False):
     m, lse = torch.full_like(l, -math.inf), torch.empty_like(l)
     forward_v1[(batch * num_heads,)](
         q, k, v, o, l, m, out, lse, seqlen, num_heads, math.log2(math.e) / math.sqrt(head_dim),
-        head_dim, causal, TILE_M, TILE_N, num_warps=8, num_stages=2,
+        head_dim, causal, TILE_M, tile_n, num_warps=8, num_stages=2,
     )  # fmt: skip
     return out, lse
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import onchip
 from benchmarks import counters
 from benchmarks.counters import CountedCall, KernelBytes
 
@@ -50,7 +51,7 @@ def test_the_profiler_runs_without_clock_control(monkeypatch):
     command = " ".join(commands[0])
     assert len(kernels) == 1 and command.startswith("/usr/bin/ncu --clock-control none")
     assert "--metrics dram__bytes_read.sum,dram__bytes_write.sum" in command
-    assert command.endswith("-m benchmarks.counters [[2, 4096, 16, 128, true, false]]")
+    assert command.endswith('-m benchmarks.counters [[2, 4096, 16, 128, true, false, "onchip"]]')
     with pytest.raises(ValueError, match="ncu saw 1 of 2 calls"):
         counters.count((CountedCall(1, 64, 1, 64), CountedCall(1, 64, 1, 64)))
 
@@ -77,9 +78,9 @@ def test_a_failed_profiler_raises_its_message(monkeypatch):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_watched_call_runs_twice(monkeypatch, backward):
-    calls, attention = [], counters.onchip.attention
+    calls, attention = [], onchip.attention
     record = lambda *args, **options: calls.append(options) or attention(*args, **options)
-    monkeypatch.setattr(counters.onchip, "attention", record)
+    monkeypatch.setattr(onchip, "attention", record)
     counters.run(CountedCall(1, 63, 2, 32, causal=True, backward=backward), torch.device("cpu"))
     assert calls == [{"causal": True}] * 2
 
