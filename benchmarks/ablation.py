@@ -1,7 +1,8 @@
 """`python -m benchmarks ablation`: from v2 to v4 one idea at a time, with the kernels of
 examples/versions.
 
-A row is a step: `kernel` names the added idea, and the ratio is to the step before. Lazy rescaling
+A row is a step: `kernel` names the added idea, and the ratio is to the step before. Two steps go
+back to v1 in one respect each, normalising and dividing keys among warps. Lazy rescaling
 and the polynomial are each added alone to the last step of the scheduler. Steps about the order of
 tiles concern causal calls only, where tiles differ in length. The last row is onchip's own kernel,
 which is also compared with that last step of the scheduler.
@@ -37,6 +38,8 @@ STEPS = (
     AblationStep("v2", "v2", {}, None),
     AblationStep("v2 by hand", "v2_gluon", {"tma": False}, "v2"),
     AblationStep("TMA", "v2_gluon", {"tma": True}, "v2 by hand"),
+    AblationStep("normalised always", "v2_warps", {"normalise": True}, "TMA"),
+    AblationStep("keys over warps", "v2_warps", {"split_keys": True}, "TMA"),
     AblationStep("specialisation", "v3", {"overlap": False, "pingpong": False}, "TMA"),
     AblationStep("overlap", "v3", {"overlap": True, "pingpong": False}, "specialisation"),
     AblationStep("ping-pong", "v3", {"overlap": True, "pingpong": True}, "overlap"),

@@ -98,12 +98,16 @@ def instructions(cubin):
     return re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", sass)
 
 
+TMA = ("v2_warps", "v3", "v4")
 QUICK = [("v1", 64, True, {}), ("v2", 128, True, {}), ("v3", 128, True, {}), ("v4", 128, True, {})]
 SLOW = [
     ("v1", 128, False, {}),
     ("v2", 64, False, {}),
     ("v2_gluon", 128, True, {"tma": False}),
     ("v2_gluon", 64, False, {"tma": True}),
+    ("v2_warps", 128, True, {"split_keys": True}),
+    ("v2_warps", 64, False, {"normalise": True}),
+    ("v2_warps", 128, False, {}),
     ("v3", 64, False, {}),
     ("v3", 128, False, {"overlap": False, "pingpong": False}),
     ("v4", 64, False, {}),
@@ -128,7 +132,7 @@ def test_compiled_for_hopper(launches, name, head_dim, causal, options):
     assert result.metadata.shared <= SHARED_BYTES
     spilled = code.count("LDL") + code.count("STL")
     assert "HGMMA" in code and spilled <= MAY_SPILL.get(name, 0.0) * len(code)
-    assert ("UTMALDG" in code) == (name in ("v3", "v4") or options.get("tma", False))
+    assert ("UTMALDG" in code) == (name in TMA or options.get("tma", False))
 
 
 @pytest.mark.hopper
@@ -149,6 +153,14 @@ class TestOnHopper:
     def test_a_lazy_maximum_is_accurate(self, head_dim, causal):
         qkv = inputs(1023, "cuda", head_dim=head_dim)
         assert_accurate(load("v4").attention, *qkv, causal=causal)
+
+    @pytest.mark.parametrize("options", [{}, {"normalise": True}, {"split_keys": True}])
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_work_of_warps(self, options, head_dim):
+        attend = partial(load("v2_warps").attention, **options)
+        for seqlen, causal in ((63, False), (799, True), (1023, False)):
+            qkv = inputs(seqlen, "cuda", head_dim=head_dim)
+            assert_accurate(attend, *qkv, causal=causal)
 
     def test_without_tma(self):
         attend = lambda q, k, v, causal: load("v2_gluon").attention(q, k, v, causal, tma=False)
