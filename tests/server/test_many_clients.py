@@ -16,6 +16,9 @@ from onchip.models import ModelConfig, random_model, save
 CLIENTS = 1000
 BATCH = 128  # requests that the engine computes together
 TOKENS = 24
+# Of the thousand that must be open together: the first batches last as long as it takes all clients
+# to come, on a machine that is busy with something else, too.
+CROWD_TOKENS = 48
 MODEL = {  # small: the temporary memory of a step is negligible
     "model_type": "llama",
     "vocab_size": ByteTokenizer.VOCAB_SIZE,
@@ -64,24 +67,25 @@ def test_a_thousand_open_connections_are_all_answered_in_turn(crowd_server, ask)
     """
     child, url = crowd_server
 
-    async def scene(seed):
+    async def scene(num_tokens, seed):
         open_requests = []
         watching = asyncio.create_task(watch(ask, url, open_requests))
         outcomes = await run(
-            url, Load(CLIENTS, prompt_chars=(20, 60), max_tokens=(TOKENS, TOKENS), seed=seed)
+            url,
+            Load(CLIENTS, prompt_chars=(20, 60), max_tokens=(num_tokens, num_tokens), seed=seed),
         )
         watching.cancel()
         return outcomes, max(open_requests)
 
-    outcomes, most = asyncio.run(scene(0))
+    outcomes, most = asyncio.run(scene(CROWD_TOKENS, seed=0))
     assert most > CLIENTS - 2 * BATCH  # the first batches may be done before the last clients come
     assert [o for o in outcomes if not o.ok] == []
-    assert all(o.num_tokens == TOKENS for o in outcomes)
+    assert all(o.num_tokens == CROWD_TOKENS for o in outcomes)
     spans = sorted(o.last_s - o.first_s for o in outcomes)
     assert spans[-1] < 20 * spans[CLIENTS // 2], summary(
         outcomes
     )  # a started request is not delayed much
     before = rss_mib(child.pid)
-    asyncio.run(scene(1))
+    asyncio.run(scene(TOKENS, seed=1))
     assert rss_mib(child.pid) < 1.05 * before + 20
     assert ask(url, "/stats")[1]["pages"]["used"] == 0
