@@ -15,7 +15,11 @@ from torch import Tensor
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.deferred import DeferredMask
 
-MAX_HEAD_DIM = 256
+# Of q and k, and of v. 576 and 512: multi-head latent attention over its latent cache, where 64
+# columns of the keys are rotated and the others are the values, too. GPU_HEAD_DIM: of both in the
+# kernels of GPUs.
+MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512
+GPU_HEAD_DIM = 256
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # The operands of the forward's two matrix products. None: q, k and v as given. A name of
 # LOW_PRECISIONS: a recipe of onchip/quant/recipes.py. "auto": FP8 where a GPU is faster with it.
@@ -32,6 +36,15 @@ DIFFERENTIABLE = ("q", "k", "v", *LEARNED)
 
 class UnsupportedError(ValueError):
     """A valid call that no available kernel serves. The message says what would work."""
+
+
+def check_head_dims(head_dim: int, head_dim_v: int) -> None:
+    """Raise ValueError for head dimensions that no kernel serves."""
+    if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= head_dim_v <= MAX_HEAD_DIM_V):
+        raise ValueError(
+            f"{head_dim=} must be between 1 and {MAX_HEAD_DIM}, and {head_dim_v=} between 1 and"
+            f" {MAX_HEAD_DIM_V}"
+        )
 
 
 class Tensors(NamedTuple):
@@ -214,6 +227,11 @@ class Problem(NamedTuple):
         options = self._field_defaults.items()
         used = [name for name, default in options if getattr(self, name) != default]
         return [name for name in used if name not in UNDECLARED]
+
+    @property
+    def widest(self) -> int:
+        """The larger of the head dimensions."""
+        return max(self.head_dim, self.head_dim_v)
 
     @property
     def group_size(self) -> int:

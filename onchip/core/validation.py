@@ -14,13 +14,13 @@ from torch import Tensor
 from onchip.core.arguments import as_int, check_flag
 from onchip.core.problem import (
     DTYPES,
-    MAX_HEAD_DIM,
     PRECISIONS,
     Options,
     Problem,
     Tensors,
     UnsupportedError,
     Window,
+    check_head_dims,
 )
 from onchip.core.torch_mode import is_eager
 
@@ -186,8 +186,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if head_dim != head_dim_k:
         raise ValueError(f"q has head_dim {head_dim}, k has head_dim {head_dim_k}")
-    if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= head_dim_v <= MAX_HEAD_DIM):
-        raise ValueError(f"{head_dim=} and {head_dim_v=} must be between 1 and {MAX_HEAD_DIM}")
+    check_head_dims(head_dim, head_dim_v)
     if num_heads == 0 or num_kv_heads == 0 or num_heads % num_kv_heads:
         hint = f" ({HEADS_FIRST})" if looks_heads_first(q, k) else ""
         raise ValueError(f"{num_heads=} must be a positive multiple of {num_kv_heads=}{hint}")

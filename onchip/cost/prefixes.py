@@ -24,6 +24,7 @@ from onchip.kernels.tiles import (
     HOPPER_FORWARD_PAGED,
     HOPPER_PAGE_SIZES,
     HOPPER_TILE_ROWS,
+    HOPPER_WIDTHS,
     hopper_width,
 )
 
@@ -146,7 +147,7 @@ def costs(q: Tensor, k_pages: Tensor, v_pages: Tensor, on: Hardware | None = Non
     hardware instead of q's device.
     """
     hardware, n = on or planned_for(q.device), moved(q, k_pages, v_pages)
-    splits = _splits_keys(q, k_pages, on)
+    splits = _splits_keys(q, k_pages, v_pages, on)
     seconds = lambda num_bytes: num_bytes / hardware.memory_bytes_s
     return PrefixCosts(
         page=n.page / hardware.repeated_bytes_s,
@@ -207,13 +208,14 @@ def _own_queries(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> int:
     return HOPPER_DECODE_ROWS // group_size if fits else 0
 
 
-def _splits_keys(q: Tensor, k_pages: Tensor, on: Hardware | None) -> bool:
+def _splits_keys(q: Tensor, k_pages: Tensor, v_pages: Tensor, on: Hardware | None) -> bool:
     """Whether no kernel of the device (q's, or `on`) needs segments; an unknown device is treated
-    as one that does.
+    as one that does. The Hopper forward, which does, takes no wide heads.
     """
     device = on.as_device if on else device_info(q.device)
     elsewhere = device.type in ("cpu", "hip") or device.capability not in (None, (9, 0))
-    return elsewhere or q.element_size() != 2 or k_pages.element_size() != 2
+    is_wide = max(k_pages.shape[-1], v_pages.shape[-1]) > HOPPER_WIDTHS[-1]
+    return elsewhere or is_wide or q.element_size() != 2 or k_pages.element_size() != 2
 
 
 def _products(

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from onchip.core import torch_op
 from onchip.core.call_cache import CachedCall
 from onchip.core.functional import prepare_attention
-from onchip.core.problem import Options, Tensors, UnsupportedError
+from onchip.core.problem import GPU_HEAD_DIM, Options, Tensors, UnsupportedError
 from onchip.core.torch_mode import is_eager
 from onchip.integrations.flash_attn.options import contiguous
 from onchip.integrations.sdpa_masks import block_mask
@@ -52,6 +52,8 @@ class SdpaCall(NamedTuple):
         """The call for onchip's kernels, over the visible keys."""
         scores = self._mask()  # first, because it refuses most calls
         q, k, v = (t.transpose(1, 2) for t in (self.query, self.key, self.value))
+        if q.is_cuda and max(q.shape[-1], v.shape[-1]) > GPU_HEAD_DIM:
+            raise UnsupportedError(f"a head_dim above {GPU_HEAD_DIM} on a GPU")
         rows, keys = q.shape[1], self.num_visible
         options = Options(softmax_scale=self.scale, dropout_p=self.dropout_p)
         if self.is_causal and rows > keys and self.top_left:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.device import device_info
-from onchip.core.problem import DTYPES, MAX_HEAD_DIM
+from onchip.core.problem import DTYPES, check_head_dims
 from onchip.core.values import checks
 from onchip.kvcache.pool import Copy, Pool
 from onchip.quant.kv8 import MAX_VALUES, SCALE_BYTES, parse_kv_dtype, quantise
@@ -47,13 +47,10 @@ class Spec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
         object.__setattr__(self, "device", torch.device(self.device))
-        for name in ("num_layers", "num_kv_heads", "head_dim", "head_dim_v"):
+        for name in ("num_layers", "num_kv_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if max(self.head_dim, self.head_dim_v) > MAX_HEAD_DIM:
-            raise ValueError(
-                f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v} exceed {MAX_HEAD_DIM}"
-            )
+        check_head_dims(self.head_dim, self.head_dim_v)
         if not 1 <= self.page_size <= MAX_PAGE_SIZE or self.page_size & (self.page_size - 1):
             raise ValueError(
                 f"page_size={self.page_size} must be a power of two up to {MAX_PAGE_SIZE}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from onchip.core.problem import MAX_HEAD_DIM
+from onchip.core.problem import check_head_dims
 from onchip.models.fields import Fields, check_size
 from onchip.models.multimodal import text_fields
 from onchip.models.rotary import Rotary
@@ -106,10 +106,7 @@ class ModelConfig:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.head_dim > MAX_HEAD_DIM:
-            raise ValueError(
-                f"head_dim={self.head_dim} exceeds {MAX_HEAD_DIM}, the largest that is served"
-            )
+        check_head_dims(self.head_dim, self.head_dim)  # of keys and values
         for name, kinds in (("norm", Norm), ("activation", Activation)):
             if getattr(self, name) not in get_args(kinds):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {get_args(kinds)}")

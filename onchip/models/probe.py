@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.problem import DTYPES, MAX_HEAD_DIM, UnsupportedError
+from onchip.core.problem import DTYPES, UnsupportedError, check_head_dims
 from onchip.models import interface
 from onchip.models.config import MAX_LAYERS
 from onchip.models.interface import MaskFunction
@@ -148,8 +148,12 @@ def _common(heads: list[Heads]) -> Heads:
             raise UnsupportedError(f"layers differ in their keys and values: {first} and {other}")
         if other.num_heads % other.num_kv_heads:
             raise UnsupportedError(f"{other} has no whole group of heads")
-    if max(first.head_dim, first.head_dim_v) > MAX_HEAD_DIM or first.dtype not in DTYPES:
-        raise UnsupportedError(f"{first} exceeds head_dim={MAX_HEAD_DIM} or is of another dtype")
+    try:
+        check_head_dims(first.head_dim, first.head_dim_v)
+    except ValueError as error:
+        raise UnsupportedError(f"{first} is too wide: {error}") from error
+    if first.dtype not in DTYPES:
+        raise UnsupportedError(f"{first} is not of {', '.join(map(str, DTYPES))}")
     return first
 
 

@@ -30,6 +30,7 @@ from onchip.quant.rounding import draw_tokens, draw_weights
 from onchip.quant.schemes import Quantised, Scheme, quantise
 from onchip.quant.smoothing import lse_shift, smooth_keys, smooth_queries
 
+MAX_HEAD_DIM = 256  # wider rows were not measured: scales and rotations cover them as a whole
 Operand = Quantised | Microscaled | KeyBlocks | Tensor
 
 
@@ -115,6 +116,9 @@ def attend(
     x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k)
     options = Options(softmax_scale=softmax_scale, causal=causal, window_size=window_size)
     problem = _describe(x, options)
+    if problem.widest > MAX_HEAD_DIM:
+        dims = f"head_dim={problem.head_dim} and head_dim_v={problem.head_dim_v}"
+        raise ValueError(f"{dims} must be at most {MAX_HEAD_DIM} for quantised operands")
     operands = prepare(recipe, q, k, v, cu_seqlens_q, cu_seqlens_k)
     out = wide(q).new_zeros(*q.shape[:-1], v.shape[-1])
     lse = out.new_full(out.shape[:-1], -inf).transpose(-1, -2).contiguous()

@@ -24,6 +24,8 @@ from onchip.kernels.tiles import TileConfig
 KERNELS = ["tiled", "aten_cpu", "reference"]
 PAPERS = ["paper_v0", "paper_v1", "paper_v2", "paper_v4"]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NARROW = ((64, 64), (40, 24), (16, 72))
+WIDE = ((320, 320), (512, 512), (576, 512))  # the last: latent attention, and the limits
 
 
 def pairwise(factors: dict[str, tuple], seed: int = 0) -> list[dict]:
@@ -50,7 +52,7 @@ def pairwise(factors: dict[str, tuple], seed: int = 0) -> list[dict]:
 COMMON = {
     "dtype": DTYPES,
     "heads": ((2, 2), (4, 2), (3, 1)),
-    "dims": ((64, 64), (40, 24), (16, 72)),
+    "dims": (*NARROW, *WIDE),
     "causal": (False, True),
     "window_size": ((None, None), (16, 0), (None, 5), (0, 0), (40, 70)),
     "sinks": (False, True),
@@ -179,7 +181,7 @@ EVERY_DENSE = pairwise(COMMON | EXTRA | DENSE | BIAS)
 EVERY_PACKED = pairwise(COMMON | EXTRA | PACKED)
 ATEN_DENSE = pairwise(COMMON | DENSE)
 ATEN_PACKED = pairwise(COMMON | PACKED)
-PUBLISHED = COMMON | {"sinks": (False,), "dropout_p": (0.0, 0.3)}
+PUBLISHED = COMMON | {"dims": NARROW, "sinks": (False,), "dropout_p": (0.0, 0.3)}
 PAPER_DENSE = pairwise(PUBLISHED | DENSE)
 PAPER_PACKED = pairwise(PUBLISHED | PACKED)
 
@@ -299,9 +301,12 @@ def test_many_tiles(kernel, case, distribution):
 
 
 @pytest.mark.parametrize("kernel", KERNELS + PAPERS)
-@pytest.mark.parametrize("head_dim", [1, 3, 255, 256])
-def test_extreme_head_dims(kernel, head_dim):
-    q, k, v = ot.make_qkv(1, 9, 33, head_dim=head_dim, head_dim_v=257 - head_dim)
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v",
+    [(1, 256), (3, 254), (255, 2), (256, 1), (257, 511), (575, 3), (576, 1), (1, 512)],
+)
+def test_extreme_head_dims(kernel, head_dim, head_dim_v):
+    q, k, v = ot.make_qkv(1, 9, 33, head_dim=head_dim, head_dim_v=head_dim_v)
     attention = lambda *qkv, **o: onchip.attention(*qkv, kernel=kernel, return_lse=True, **o)
     ot.assert_accurate(attention, q, k, v, grad=True, causal=True)
 
@@ -444,7 +449,8 @@ GRADCHECKS = {
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", GRADCHECKS)
-def test_gradcheck(kernel, name):
+@pytest.mark.parametrize("dims", [(3, 3), *WIDE])
+def test_gradcheck(kernel, name, dims):
     options = dict(GRADCHECKS[name])
     refused = Problem._field_defaults.keys() - UNDECLARED - get_backend(kernel).options
     if refused & {FIELDS.get(x, x) for x in options}:
@@ -452,7 +458,8 @@ def test_gradcheck(kernel, name):
     generator = torch.Generator().manual_seed(0)
     learned = [x for x in LEARNED if x in options]
     leaves = [torch.randn(options.pop(x), generator=generator).double() for x in learned]
-    qkv = ot.make_qkv(2, 4, 5, num_heads=2, num_kv_heads=1, head_dim=3, dtype=torch.float64)
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": dims[0], "head_dim_v": dims[1]}
+    qkv = ot.make_qkv(2, 4, 5, **sizes, dtype=torch.float64)
 
     def attention(q, k, v, *rest):
         more = dict(zip(learned, rest, strict=True))
@@ -461,7 +468,7 @@ def test_gradcheck(kernel, name):
         return out, lse.masked_fill(lse == -math.inf, 0.0)  # -inf - -inf has no difference
 
     inputs = [x.requires_grad_() for x in (*qkv, *leaves)]
-    assert torch.autograd.gradcheck(attention, inputs, fast_mode=name == "all")
+    assert torch.autograd.gradcheck(attention, inputs, fast_mode=name == "all" or dims in WIDE)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -166,6 +166,29 @@ def test_pages_that_hopper_refuses(fields, reason):
         plan(paged, H200, "hopper")
 
 
+A100 = DeviceInfo("cuda", "A100", (8, 0))
+MI300X = DeviceInfo("hip", "MI300X")
+
+
+@pytest.mark.parametrize("device", [H200, A100, MI300X], ids=lambda device: device.name)
+@pytest.mark.parametrize("dims", [(257, 257), (320, 64), (64, 320), (512, 512), (576, 512)])
+@pytest.mark.parametrize("fields", [{}, {"page_size": 16}, {"packed": True}, {"has_bias": True}])
+@pytest.mark.parametrize("backward", [False, True])
+def test_heads_wider_than_tiles_of_gpus_go_to_tiled(device, dims, fields, backward):
+    call = problem(512, 4096, **fields)._replace(head_dim=dims[0], head_dim_v=dims[1])
+    chosen = plan(call, device, None, backward)
+    assert chosen.kernel == "tiled"
+    assert f"up to 256 columns, not for head dims {dims[0]} and" in chosen.reasons["triton"]
+    with pytest.raises(onchip.UnsupportedError, match=r"up to 256 columns.*: use tiled \("):
+        plan(call, device, "triton", backward)
+
+
+def test_wide_heads_are_refused_by_hopper_in_a_sentence():
+    call = problem(512, 4096)._replace(head_dim=320, head_dim_v=64)
+    with pytest.raises(onchip.UnsupportedError, match="up to 256 columns, not for head dims 320 a"):
+        plan(call, H200, "hopper")
+
+
 class Constant(Backend):
     """out = 1 and lse = 0, for fp32 on the CPU."""
 

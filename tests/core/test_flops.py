@@ -14,6 +14,7 @@ SHAPES = {  # batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v
     "grouped": (1, 17, 111, 6, 2, 16, 16),
     "narrow values": (2, 31, 31, 2, 2, 48, 16),
     "multi-query": (1, 1, 111, 4, 1, 16, 24),
+    "latent": (1, 3, 17, 4, 1, 576, 512),
 }
 
 

@@ -95,6 +95,38 @@ def test_a_split_batch_equals_the_whole_batch(seqlens_q, dtype):
     assert_accurate(got, *packed[:3], **packed.options, **options)
 
 
+@pytest.mark.parametrize("kernel", ["pages_cpu", "aten_cpu", "tiled", "reference"])
+@pytest.mark.parametrize("dims", [(320, 320), (512, 512), (576, 512)])
+@pytest.mark.parametrize("seqlen_q", [1, 30])
+def test_wide_heads(seqlen_q, dims, kernel):
+    """Latent attention decodes with 576 columns of keys, of which values are 512."""
+    if kernel == "pages_cpu" and seqlen_q > 8:
+        pytest.skip("pages_cpu decodes")
+    sizes = {"num_heads": HEADS, "num_kv_heads": 1, "head_dim": dims[0], "head_dim_v": dims[1]}
+    packed = make_packed([seqlen_q] * 3, [33, 31, 70], **sizes, dtype=torch.bfloat16)
+    pages = make_pages(packed.k, packed.v, packed.cu_seqlens_k, 8)
+    q = packed.q.unflatten(0, (3, seqlen_q))
+    options = {"causal": True, "window_size": (40, None), "return_lse": True}
+    out, lse = onchip.paged_attention(q, *pages, **options, kernel=kernel)
+    got = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    assert_accurate(got, *packed[:3], **packed.options, **options)
+
+
+@pytest.mark.parametrize("kernel", ["pages_cpu", "tiled"])
+@pytest.mark.parametrize("form", FORMS)
+def test_wide_heads_over_pages_of_8_bits(form, kernel):
+    sizes = {"num_heads": HEADS, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512}
+    packed = make_packed([1] * 3, [33, 5, 70], **sizes)
+    packed = packed._replace(k=on_grid(packed.k, form), v=on_grid(packed.v, form))
+    *laid, table, seqlens = make_pages(packed.k, packed.v, packed.cu_seqlens_k, 16)
+    laid, scales = quantise_pages(*laid, form)
+    options = {"causal": True, "return_lse": True}
+    q = packed.q[:, None]
+    out, lse = onchip.paged_attention(q, *laid, table, seqlens, **scales, **options, kernel=kernel)
+    got = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    assert_accurate(got, *packed[:3], **packed.options, **options)
+
+
 def test_a_mixed_batch_is_split_if_enough_sequences_decode():
     k_pages, v_pages, table, seqlens, _ = cache([9, 9, 9, 9, 9, 9], 4)
     cu = torch.tensor([0, 1, 4, 5, 6, 6, 7], dtype=torch.int32)

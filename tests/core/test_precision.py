@@ -140,6 +140,18 @@ def test_which_kernels_serve():
         onchip.attention(*inputs(), precision="int8", sinks=torch.zeros(4))
 
 
+@pytest.mark.parametrize("precision", LOW_PRECISIONS)
+@pytest.mark.parametrize("dims", [(257, 64), (64, 257), (576, 512)])
+def test_wide_heads_have_no_low_precision(precision, dims):
+    x = make_qkv(1, 9, head_dim=dims[0], head_dim_v=dims[1])
+    with pytest.raises(UnsupportedError, match=f"has head dims up to 256, not {dims[0]} and"):
+        onchip.attention(*x, precision=precision)
+    problem = describe(Tensors(*x), Options(precision="auto"))._replace(seqlen_k=1 << 17)
+    assert dispatch.resolve_precision(problem, HOPPER) is None
+    with pytest.raises(ValueError, match="head_dim_v=.* must be at most 256 for quantised"):
+        quant.attend(quant.recipes.RECIPES[precision], *x)
+
+
 def test_unknown_precisions_are_refused():
     with pytest.raises(ValueError, match="precision='fp4' is not one of None, 'fp8', 'int8'"):
         onchip.attention(*inputs(), precision="fp4")

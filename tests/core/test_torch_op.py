@@ -92,6 +92,17 @@ def test_compiles_without_a_graph_break(name):
         torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=0)
 
 
+def test_compiles_wide_heads():
+    torch._dynamo.reset()
+    fn = lambda *x: onchip.attention(*x, causal=True, return_lse=True)
+    make = lambda heads, dim: torch.randn(2, 20, heads, dim, requires_grad=True)
+    x = make(4, 576), make(1, 576), make(1, 512)
+    expected, got = fn(*x), torch.compile(fn, backend="aot_eager", fullgraph=True)(*x)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    grads = [torch.autograd.grad(out.square().sum() + lse.sum(), x) for out, lse in (expected, got)]
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
 def test_compiles_packed_calls():
     cu = torch.tensor([0, 7, 20], dtype=torch.int32)
     fn = lambda q, k, v: onchip.varlen_attention(q, k, v, cu, cu, 13, 13, causal=True)

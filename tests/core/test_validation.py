@@ -33,8 +33,13 @@ q, k, v = qkv()
             "contiguous in its last dimension",
             (q, k.transpose(-1, -2).contiguous().transpose(-1, -2), v),
         ),
-        ("head_dim=320", tuple(torch.randn(1, 2, 1, 320) for _ in range(3))),
-        ("head_dim=0 and head_dim_v=16", (q[..., :0], k[..., :0], v)),
+        (
+            "head_dim=577 must be between 1 and 576, and head_dim_v=16 between 1 and 512",
+            (torch.randn(2, 8, 4, 577), torch.randn(2, 8, 2, 577), v),
+        ),
+        ("head_dim=16 .* and head_dim_v=513 between", (q, k, torch.randn(2, 8, 2, 513))),
+        ("head_dim=0 must be between 1 and 576", (q[..., :0], k[..., :0], v)),
+        ("head_dim_v=0 between 1 and 512", (q, k, v[..., :0])),
     ],
 )
 def test_invalid_tensors_are_refused(match, bad):

@@ -211,3 +211,14 @@ def test_no_own_queries_for_pages_that_hopper_does_not_read():
     own = lambda k, v: costs(q, k, v).occupancy.own_queries
     assert own(pages(64), pages(64)) == 4
     assert own(pages(8), pages(8)) == own(pages(16), pages(16, 64)) == 0
+
+
+def test_wide_heads_have_no_kernel_that_needs_segments():
+    """They do not run on the Hopper forward, whose pipeline the other prices describe."""
+    wide, narrow = (
+        costs(torch.empty(64, 1, 32, dim, dtype=torch.bfloat16), pages, pages, H200)
+        for dim in (512, 256)
+        for pages in [torch.empty(1, PAGE, 8, dim, dtype=torch.bfloat16, device="meta")]
+    )
+    assert (narrow.occupancy.num_programs, wide.occupancy.num_programs) == (H200.processors, 1)
+    assert wide.occupancy.own_queries == 0 and wide.products > 0

@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
 
+from onchip import UnsupportedError
 from onchip.integrations import sdpa, sdpa_masks, sdpa_ops
 
 MATH = "_scaled_dot_product_attention_math"
@@ -256,14 +258,25 @@ class TestFallback:
             assert not left and reason is None
 
     def test_refusals_are_counted(self):
-        x = [torch.randn(1, 2, 9, 264) for _ in range(3)]
+        x = [torch.randn(1, 2, 9, 584) for _ in range(3)]
         theirs = F.scaled_dot_product_attention(*x)
         with sdpa.active():
             ours = F.scaled_dot_product_attention(*x)
             served, left = sdpa.counts()
             reason = sdpa.why(*x)
         assert torch.equal(ours, theirs)
-        assert not served and left == {reason: 1} and "must be between 1 and 256" in reason
+        assert not served and left == {reason: 1} and "must be between 1 and 576" in reason
+
+    @pytest.mark.parametrize("device, head_dim", [("cuda", 257), ("cuda", 512), ("cpu", 512)])
+    def test_wide_heads_stay_with_torch_on_a_gpu(self, device, head_dim):
+        with FakeTensorMode():
+            x = [torch.empty(1, 2, 9, head_dim, device=device) for _ in range(3)]
+        call = sdpa_ops.SdpaCall(*x)
+        if device == "cpu":
+            assert call.prepare()[0].problem.head_dim == head_dim
+            return
+        with pytest.raises(UnsupportedError, match="a head_dim above 256 on a GPU"):
+            call.prepare()
 
     @pytest.mark.parametrize("kind", ["added", "hidden too", "least in a row"])
     def test_calls_that_torch_runs_faster(self, kind):

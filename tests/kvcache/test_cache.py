@@ -407,7 +407,9 @@ def test_writes_are_checked():
     "change, match",
     [
         ({"num_layers": 0}, "num_layers=0"),
-        ({"head_dim": 257}, "exceed 256"),
+        ({"head_dim": 577}, "head_dim=577 must be between 1 and 576"),
+        ({"head_dim": 513}, "head_dim_v=513 between 1 and 512"),
+        ({"head_dim": 0, "head_dim_v": 8}, "head_dim=0 must be"),
         ({"page_size": 12}, "^page_size=12 must be a power of two"),
         ({"page_size": 512}, "power of two"),
         ({"dtype": torch.int8}, "torch.int8 is not one of"),

@@ -112,4 +112,4 @@ def test_recomputing_beats_storing_below_recompute_below():
         d = factor * edge
         again, stored = 2 * d / flops_per_s, 2 * 2 / bytes_per_s
         assert (again < stored) == (factor < 1)
-    assert edge > 256  # so that no head_dim that we serve is worth a stored P
+    assert 256 < edge < 512  # on an A100 a stored P would save time for wider heads alone

@@ -236,7 +236,7 @@ def test_errors_in_16_bits_are_like_those_of_transformers(data, dtype, tmp_path)
     "change, sentence",
     [
         ({"num_heads": 3}, "must be a multiple of"),
-        ({"head_dim": 257}, "exceeds 256"),
+        ({"head_dim": 513}, "head_dim_v=513 between 1 and 512"),
         ({"norm": "batch"}, "norm='batch' is not one of"),
         ({"layers": ()}, "num_layers=0"),
         ({"learned_positions": True}, "if and only if no positions are learned"),

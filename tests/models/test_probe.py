@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from onchip import UnsupportedError
-from onchip.models.probe import check_config
+from onchip.models.probe import Heads, _common, check_config
 
 
 class DynamicLayer:
@@ -52,3 +53,21 @@ def test_configs_that_pages_cannot_serve_are_refused(layers, fields, sentence):
 def test_layers_are_counted_before_a_list_is_built(count):
     with pytest.raises(ValueError, match=f"{count} layers"):
         check_config(*source(num_hidden_layers=count))
+
+
+@pytest.mark.parametrize(
+    ("heads", "sentence"),
+    [
+        (Heads(4, 1, 577, 512, torch.bfloat16), "too wide: head_dim=577 must be between 1 and 576"),
+        (Heads(4, 1, 576, 513, torch.bfloat16), "head_dim_v=513 between 1 and 512"),
+        (Heads(4, 1, 64, 64, torch.int8), "is not of torch.float64, torch.float32"),
+    ],
+)
+def test_heads_that_no_kernel_serves_are_refused(heads, sentence):
+    with pytest.raises(UnsupportedError, match=sentence):
+        _common([heads, heads])
+
+
+def test_heads_of_latent_attention_are_served():
+    heads = Heads(16, 1, 576, 512, torch.bfloat16)
+    assert _common([heads, heads]) == heads

@@ -86,7 +86,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
         out, lse = _call_forward(problem, (q, k, v), problem.causal, None)
         return Result(out.transpose(1, 2), lse.contiguous())
     compute = _compute_dtype(problem)
-    width = max(problem.head_dim, problem.head_dim_v)
+    width = problem.widest
     q, k, v = (_operand(t, compute, width) for t in x[:3])
     q = q if problem.softmax_scale > 0 else q * _sign(problem)
     if _is_whole(problem, x):
@@ -169,7 +169,7 @@ def backward(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
     wide = accumulator_dtype(problem.dtype)
-    width = max(problem.head_dim, problem.head_dim_v) + (dlse is not None)
+    width = problem.widest + (dlse is not None)
     operands = [_operand(t, wide, width) for t in (*x[:3], out, dout)]
     sign = _sign(problem)
     if sign != 1.0:

@@ -46,6 +46,10 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 def _supports_recipe(problem: Problem, device: DeviceInfo) -> str | None:
     if device.type != "cpu":
         return f"executes the recipe of precision={problem.precision!r} only on the CPU"
+    if problem.widest > emulation.MAX_HEAD_DIM:
+        dims = f"{problem.head_dim} and {problem.head_dim_v}"
+        limit = f"head dims up to {emulation.MAX_HEAD_DIM}, not {dims}"
+        return f"in precision={problem.precision!r} has {limit}"
     gathered = problem._replace(page_size=0, page_dtype=None)  # pages are gathered first
     reason = lacks(gathered, RECIPE_OPTIONS)
     return None if reason is None else f"in precision={problem.precision!r} {reason}"

@@ -27,6 +27,7 @@ from onchip.kernels.tiles import (
     HOPPER_PAGE_SIZES,
     HOPPER_PAGED_ROWS,
     HOPPER_TILE_ROWS,
+    HOPPER_WIDTHS,
 )
 
 OPTIONS = {
@@ -53,6 +54,9 @@ class HopperBackend(Backend):
             return f"takes bfloat16 and float16, not {problem.dtype}"
         if problem.softmax_scale <= 0:
             return "has no softmax_scale <= 0"
+        if problem.widest > HOPPER_WIDTHS[-1]:
+            dims = f"{problem.head_dim} and {problem.head_dim_v}"
+            return f"has tiles of up to {HOPPER_WIDTHS[-1]} columns, not for head dims {dims}"
         if problem.precision is not None:
             return _supports_precision(problem)
         if problem.page_dtype is not None and not _decodes_kv8(problem):
@@ -117,7 +121,7 @@ class HopperBackend(Backend):
         """Up to head_dim 128: the accumulator and the state that it is merged into must both fit
         into the registers.
         """
-        fits = max(problem.head_dim, problem.head_dim_v) <= 128
+        fits = problem.widest <= 128
         special = problem.packed or problem.page_size or problem.return_stats or problem.precision
         if not fits or special or splits_keys(problem):
             return None
@@ -125,7 +129,7 @@ class HopperBackend(Backend):
 
     def get_accumulate_fn(self, problem: Problem) -> AccumulateFn | None:
         """Where one kernel computes all gradients."""
-        fits = max(problem.head_dim, problem.head_dim_v) <= 128
+        fits = problem.widest <= 128
         is_dense = not (problem.packed or problem.has_sinks)
         is_empty = not (problem.batch and problem.seqlen_q and problem.seqlen_k)
         if not fits or not is_dense or is_empty or problem.deterministic:
@@ -180,7 +184,7 @@ def _supports_precision(problem: Problem) -> str | None:
         return f"TMA needs 16-byte aligned rows of out, not of head_dim_v={problem.head_dim_v}"
     if problem.precision == "int8_pv16" and not problem.aligned:
         return "TMA needs 16-byte aligned rows, strides and base addresses"
-    if problem.precision == "int8_pv16" and max(problem.head_dim, problem.head_dim_v) > 128:
+    if problem.precision == "int8_pv16" and problem.widest > 128:
         return "in precision='int8_pv16' has no room for head_dim > 128 on the chip"
     reason = lacks(problem, PRECISION_OPTIONS)
     if problem.page_size and reason is None:

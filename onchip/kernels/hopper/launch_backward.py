@@ -130,7 +130,7 @@ class BackwardBuffers(NamedTuple):
         dq = None if splits_dq else x.q.new_empty(num_rows * width, dtype=torch.float32)
         lengths = (problem.num_heads, problem.seqlen_q, total_q, problem.batch, tiles)
         counters = x.q.new_empty(4, 4, dtype=torch.int32)
-        padded = hopper_width(max(problem.head_dim, problem.head_dim_v))
+        padded = hopper_width(problem.widest)
         return BackwardBuffers(tile_m, width, padded, lengths, rows, dq, counters)
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onchip.core.backend import Backend, Grads, KeySplits, Result
 from onchip.core.device import MIN_CAPABILITY, DeviceInfo
-from onchip.core.problem import Problem, Tensors
+from onchip.core.problem import GPU_HEAD_DIM, Problem, Tensors
 from onchip.cost.hardware import Hardware
 from onchip.kernels.runtime.launcher import on_device
 
@@ -36,6 +36,9 @@ class TritonBackend(Backend):
             return "needs compute capability 8.0 or later, found {}.{}".format(*device.capability)
         if problem.dtype == torch.float64:
             return "float64 is served on the CPU by tiled"
+        if problem.widest > GPU_HEAD_DIM:
+            dims = f"{problem.head_dim} and {problem.head_dim_v}"
+            return f"has tiles of up to {GPU_HEAD_DIM} columns, not for head dims {dims}: use tiled"
         if problem.page_dtype is not None and (problem.head_dim % 2 or problem.head_dim_v % 2):
             dims = f"{problem.head_dim} and {problem.head_dim_v}"
             return f"reads 8-bit pages by pairs of elements, not head_dim {dims}"

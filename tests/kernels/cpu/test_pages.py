@@ -66,6 +66,13 @@ def test_heads_dims_and_page_sizes(dtype, heads, page_size):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dims", [(320, 320), (512, 512), (576, 512)])
+@pytest.mark.parametrize("seqlen_q, dtype", [(1, torch.bfloat16), (3, torch.float32)])
+def test_wide_heads(seqlen_q, dtype, dims, options):
+    check(*case(seqlen_q=seqlen_q, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1]), **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seqlen_q, dtype", [(1, torch.bfloat16), (3, torch.float64)])
 def test_pages_of_8_bits_keep_the_rule_of_the_queries(seqlen_q, dtype, form, options):
