@@ -16,10 +16,8 @@ from onchip.masks.blockmask import BlockMask
 from onchip.masks.deferred import DeferredMask
 
 # Of q and k, and of v. 576 and 512: multi-head latent attention over its latent cache, where 64
-# columns of the keys are rotated and the others are the values, too. GPU_HEAD_DIM: of both in the
-# kernels of GPUs.
+# columns of the keys are rotated and the others are the values, too.
 MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512
-GPU_HEAD_DIM = 256
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # The operands of the forward's two matrix products. None: q, k and v as given. A name of
 # LOW_PRECISIONS: a recipe of onchip/quant/recipes.py. "auto": FP8 where a GPU is faster with it.

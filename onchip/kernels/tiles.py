@@ -160,6 +160,27 @@ TRITON_FP32 = _triton_rows(
     dq=(_T(32, 32, 8, 1), _T(32, 16, 8, 1), _T(16, 16, 8, 1)),
     dbias=(_T(32, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
 )
+# Padded head_dim 512 in 16 bits, with any mask and score option, on any device. By ptxas and LLVM
+# reports with all options (2026-11-19, Triton 3.9, sm_80 and gfx942), not timed: tiles that fit
+# 99 kB (AMD: 64 kB) and spill nothing, but in dbias, where 13 % of the loop are spills (AMD: 2
+# registers). On AMD, 8 warps spill 137 registers in dkdv and 56 in dq. decode: tile_m is the most
+# rows, queries x heads of a group, of a program.
+TRITON_WIDE = {
+    ("forward", 512): _T(32, 16, 8, 1),
+    ("dkdv", 512): _T(16, 16, 8, 1),
+    ("dq", 512): _T(16, 16, 8, 1),
+    ("dbias", 512): _T(16, 16, 8, 1),
+    ("decode", 512): _T(32, 16, 8, 1),
+    ("chunk", 512): _T(32, 16, 8, 1),
+}
+TRITON_WIDE_AMD = TRITON_WIDE | {
+    ("dkdv", 512): _T(16, 16, 4, 1),
+    ("dq", 512): _T(16, 16, 4, 1),
+    ("dbias", 512): _T(16, 16, 4, 1),
+}
+# By itemsize: those of 8-bit pages, of 16-bit numbers, of fp32. fp32 of 512 columns needs 129 kB in
+# dkdv, and spills on AMD throughout; 8-bit pages have no tiles yet.
+TRITON_COLUMNS = {1: 256, 2: 512, 4: 256}
 # Few queries: bound by memory, so keys are loaded in long tiles, and a group of query heads shares
 # them (tile_m follows their number). Keys: (itemsize, padded head_dim). head_dim 256 by ptxas
 # reports (2026-11-15, Triton 3.6): 4 warps spill with 64 rows, and three buffers of 64 keys fill
@@ -344,6 +365,9 @@ def triton_config(kernel: str, use: TritonUse) -> TritonConfig:
 def _triton_row(kernel: str, dim: int, use: TritonUse) -> TritonConfig:
     if kernel in ("delta", "merge"):
         return TRITON_MERGE if kernel == "merge" else TRITON_STREAMED
+    if dim > _DIMS[-1]:
+        kernel = "decode" if kernel in ("short", "paged", "paged_full") else kernel
+        return find_row(triton_table(kernel, use), (kernel, dim), use.device)
     if kernel in ("decode", "short", "paged", "paged_full", "chunk"):
         return _decode_row(kernel, (use.itemsize, dim), use)
     return find_row(triton_table(kernel, use), (kernel, dim), use.device)
@@ -378,6 +402,8 @@ def _decode_table(kind: str, key: tuple[int, int], use: TritonUse) -> str:
 
 def triton_table(kernel: str, use: TritonUse) -> str:
     """The name of the table with the rows of forward, dkdv, dq or dbias."""
+    if use.dim > _DIMS[-1]:
+        return "TRITON_WIDE" if use.capability else "TRITON_WIDE_AMD"
     if use.itemsize == 4:
         return "TRITON_FP32"
     is_modified = use.modified or kernel == "dbias"

@@ -168,19 +168,51 @@ def test_pages_that_hopper_refuses(fields, reason):
 
 A100 = DeviceInfo("cuda", "A100", (8, 0))
 MI300X = DeviceInfo("hip", "MI300X")
+WIDE_CALLS = ({}, {"page_size": 16}, {"packed": True}, {"has_bias": True}, {"has_mask": True})
 
 
 @pytest.mark.parametrize("device", [H200, A100, MI300X], ids=lambda device: device.name)
-@pytest.mark.parametrize("dims", [(257, 257), (320, 64), (64, 320), (512, 512), (576, 512)])
-@pytest.mark.parametrize("fields", [{}, {"page_size": 16}, {"packed": True}, {"has_bias": True}])
+@pytest.mark.parametrize("dims", [(257, 257), (320, 64), (64, 320), (512, 512)])
+@pytest.mark.parametrize("fields", WIDE_CALLS, ids=str)
+@pytest.mark.parametrize("seqlen_q", [1, 512])
 @pytest.mark.parametrize("backward", [False, True])
-def test_heads_wider_than_tiles_of_gpus_go_to_tiled(device, dims, fields, backward):
+def test_wide_heads_go_to_triton(device, dims, fields, seqlen_q, backward):
+    call = problem(seqlen_q, 4096, **fields)._replace(head_dim=dims[0], head_dim_v=dims[1])
+    chosen = plan(call, device, None, backward)
+    assert chosen.kernel == "triton"
+    if device is H200:
+        assert f"up to 256 columns, not for head dims {dims[0]} and" in chosen.reasons["hopper"]
+
+
+@pytest.mark.parametrize("device", [H200, A100, MI300X], ids=lambda device: device.name)
+@pytest.mark.parametrize(
+    ("dims", "dtype", "limit"),
+    [
+        ((513, 512), BF16, "512 columns of bfloat16"),
+        ((576, 512), torch.float16, "512 columns of float16"),
+        ((257, 64), torch.float32, "256 columns of float32"),
+        ((64, 512), torch.float32, "256 columns of float32"),
+    ],
+)
+@pytest.mark.parametrize("fields", WIDE_CALLS, ids=str)
+@pytest.mark.parametrize("backward", [False, True])
+def test_heads_wider_than_tiles_of_gpus_go_to_tiled(device, dims, dtype, limit, fields, backward):
     call = problem(512, 4096, **fields)._replace(head_dim=dims[0], head_dim_v=dims[1])
+    call = call._replace(dtype=dtype, out_dtype=dtype)
     chosen = plan(call, device, None, backward)
     assert chosen.kernel == "tiled"
-    assert f"up to 256 columns, not for head dims {dims[0]} and" in chosen.reasons["triton"]
-    with pytest.raises(onchip.UnsupportedError, match=r"up to 256 columns.*: use tiled \("):
+    assert f"up to {limit}, not for head dims {dims[0]} and" in chosen.reasons["triton"]
+    with pytest.raises(onchip.UnsupportedError, match=f"up to {limit}.*kernel=None picks one"):
         plan(call, device, "triton", backward)
+
+
+@pytest.mark.parametrize("device", [H200, A100, MI300X], ids=lambda device: device.name)
+@pytest.mark.parametrize("page_dtype", KV8_DTYPES)
+def test_wide_heads_over_pages_of_8_bits_go_to_tiled(device, page_dtype):
+    call = problem(1, 4096, page_size=16, page_dtype=page_dtype)
+    chosen = plan(call._replace(head_dim=320, head_dim_v=256), device)
+    assert chosen.kernel == "tiled"
+    assert "up to 256 columns of " in chosen.reasons["triton"]
 
 
 def test_wide_heads_are_refused_by_hopper_in_a_sentence():

@@ -226,6 +226,17 @@ def test_another_device():
         onchip.explain(q, q, q, on="H20")
 
 
+def test_wide_heads():
+    q, k = (torch.empty(1, 4096, heads, 512, dtype=torch.bfloat16) for heads in (8, 1))
+    x = onchip.explain(q, k, k, causal=True, on="A100")
+    assert x.plan.kernel == "triton" and "TRITON_WIDE['forward', 512]" in str(x)
+    x = onchip.explain(q[:, :1], k, k, causal=True, on="H200")
+    assert x.plan.kernel == "triton" and "has tiles of up to 256 columns" in str(x)
+    latent = torch.empty(1, 4096, 8, 576, dtype=torch.bfloat16)
+    x = onchip.explain(latent, latent[:, :, :1], k, causal=True, on="H200")
+    assert x.plan.kernel == "tiled" and "has tiles of up to 512 columns of bfloat16" in str(x)
+
+
 def test_options_and_launch_are_printed():
     q = torch.empty(2, 4096, 16, 128, dtype=torch.bfloat16)
     x = onchip.explain(q, q, q, causal=True, on="H200")

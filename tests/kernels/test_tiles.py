@@ -235,3 +235,16 @@ def test_few_tiles_have_one_kernel(monkeypatch):
     make = partial(make_problem, 512, head_dim=128, dtype=torch.bfloat16, causal=True)
     assert hopper_splits_dq(make(batch=17, num_heads=8))
     assert not hopper_splits_dq(make(batch=16, num_heads=8))
+
+
+WIDE = ("forward", "dkdv", "dq", "dbias", "decode", "short", "paged", "paged_full", "chunk")
+
+
+@pytest.mark.parametrize("kernel", WIDE)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0), None])
+@pytest.mark.parametrize("has_mask, modified", [(False, False), (True, False), (True, True)])
+def test_every_kernel_has_a_row_for_wide_heads(kernel, capability, has_mask, modified):
+    use = tiles.TritonUse(512, 2, capability, has_mask, modified)
+    row = tiles.triton_config(kernel, use)
+    assert 16 <= row.tile_m <= tiles.DECODE_ROWS and row.num_stages == 1
+    assert max(row.tile_m, row.tile_n) * 512 * 2 <= 32 * 1024  # of one operand

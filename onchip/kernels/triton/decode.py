@@ -443,7 +443,8 @@ def choose_config(problem: Problem, args: LaunchArgs, processors: int) -> Triton
     rows = problem.seqlen_q * problem.group_size
     if rows > DECODE_ROWS or (problem.packed and problem.deterministic):
         return args.config("chunk")
-    config, tile_m = args.config(_tile_row(problem, processors)), padded(rows)
+    config = args.config(_tile_row(problem, processors))
+    tile_m = min(padded(rows), config.tile_m or DECODE_ROWS)
     if problem.page_dtype is None:
         return config._replace(tile_m=tile_m)
     if tile_m > 16:  # its accumulators do not fit into fewer registers

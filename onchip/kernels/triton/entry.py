@@ -13,9 +13,10 @@ from torch import Tensor
 
 from onchip.core.backend import Backend, Grads, KeySplits, Result
 from onchip.core.device import MIN_CAPABILITY, DeviceInfo
-from onchip.core.problem import GPU_HEAD_DIM, Problem, Tensors
+from onchip.core.problem import Problem, Tensors
 from onchip.cost.hardware import Hardware
 from onchip.kernels.runtime.launcher import on_device
+from onchip.kernels.tiles import TRITON_COLUMNS
 
 OPTIONS = {
     *("causal", "window_size", "packed", "has_mask", "deterministic", "return_stats"),
@@ -36,9 +37,11 @@ class TritonBackend(Backend):
             return "needs compute capability 8.0 or later, found {}.{}".format(*device.capability)
         if problem.dtype == torch.float64:
             return "float64 is served on the CPU by tiled"
-        if problem.widest > GPU_HEAD_DIM:
+        stored = problem.page_dtype or problem.dtype
+        if problem.widest > TRITON_COLUMNS[stored.itemsize]:
             dims = f"{problem.head_dim} and {problem.head_dim_v}"
-            return f"has tiles of up to {GPU_HEAD_DIM} columns, not for head dims {dims}: use tiled"
+            most, name = TRITON_COLUMNS[stored.itemsize], str(stored).removeprefix("torch.")
+            return f"has tiles of up to {most} columns of {name}, not for head dims {dims}"
         if problem.page_dtype is not None and (problem.head_dim % 2 or problem.head_dim_v % 2):
             dims = f"{problem.head_dim} and {problem.head_dim_v}"
             return f"reads 8-bit pages by pairs of elements, not head_dim {dims}"

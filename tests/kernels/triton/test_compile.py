@@ -55,7 +55,7 @@ def _hot_loop(sass: str) -> list[str]:
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
-D64, D128, D256 = ({"head_dim": d, "num_heads": 2} for d in (64, 128, 256))
+D64, D128, D256, D512 = ({"head_dim": d, "num_heads": 2} for d in (64, 128, 256, 512))
 GQA = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
 MANY = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 EVERYTHING = {"causal": True, "softcap": 5.0, "alibi": True, "bias": True, "sinks": True}
@@ -74,6 +74,12 @@ SLOW = [
     ("sm_80", BF16, GQA, {"causal": True, "packed": True}),
     ("sm_80", BF16, D256, {"mask": True}),
     ("sm_80", BF16, D256, EVERYTHING),
+    ("sm_80", BF16, D512, {"causal": True}),
+    ("sm_80", BF16, D512, EVERYTHING),
+    ("sm_90", BF16, {"head_dim": 320, "head_dim_v": 512}, {"mask": True}),
+    ("sm_90", BF16, D512 | {"num_kv_heads": 1}, {"page_size": 16, "lengths": (30, 4000)}),
+    ("gfx942", BF16, D512, EVERYTHING),
+    ("gfx942", BF16, D512 | {"num_kv_heads": 1}, {"page_size": 16, "lengths": (30, 4000)}),
     ("sm_80", FP32, D64, {"causal": True}),
     ("sm_90", BF16, D128, {"lengths": (1, 4000), "sinks": True}),
     ("sm_90", BF16, D64, {"lengths": (64, 64), "causal": True}),
@@ -130,7 +136,7 @@ def _holds(compiled, name: str, kwargs: dict, head_dim: int) -> None:
 @pytest.mark.parametrize(("arch", "dtype", "sizes", "options"), VARIANTS)
 def test_compiles_within_the_chip(launches, arch, dtype, sizes, options):
     """Fits in shared memory, uses the tensor cores, and spills next to nothing in the hot loop."""
-    train = arch in ("sm_80", "sm_90") and "lengths" not in options
+    train = (arch in ("sm_80", "sm_90") or sizes == D512) and "lengths" not in options
     _call(arch, dtype, sizes, options, backward=train)
     for launch in launches:
         name = launch.name

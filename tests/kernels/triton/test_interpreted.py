@@ -116,6 +116,32 @@ def test_dense(case):
     _judge(*case)
 
 
+WIDE = [  # in 16 bits, up to 512
+    ((20, 35), {"head_dim": 320}, BF16, {"causal": True}),
+    ((17, 40), {"num_kv_heads": 1, "head_dim": 512}, BF16, {"causal": True, "sinks": True}),
+    ((20, 33), {"head_dim": 257, "head_dim_v": 512}, BF16, {"window_size": (9, 3), **DROPOUT}),
+    ((20, 33), {"head_dim": 512, "head_dim_v": 64}, FP16, {"softcap": 5.0, "alibi": "heads"}),
+    (
+        (33, 20),
+        {"head_dim": 40, "head_dim_v": 300},
+        BF16,
+        {"bias": (1, 1, 1), "return_stats": True},
+    ),
+    ((20, 140), {"num_heads": 1, "head_dim": 400}, FP16, {"mask": MOD}),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("case", mark_slow_except((1, 4), WIDE))
+def test_wide_heads(monkeypatch, case):
+    """With the tiles of a GPU, so that the kernels have the rows of these heads."""
+    from onchip.kernels import tiles
+    from onchip.kernels.triton import launch
+
+    monkeypatch.setattr(launch, "triton_config", tiles.triton_config)
+    _judge(*case)
+
+
 PACKED = [
     ([63, 1, 0, 40], None, GQA, BF16, {"causal": True}),
     ([5, 30, 1, 7], [0, 63, 50, 3], GROUPS, FP32, {"window_size": (16, 2), "sinks": True}),
