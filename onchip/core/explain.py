@@ -193,7 +193,7 @@ class Explanation(NamedTuple):
 def explain(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     page_table: Tensor | None = None,
     cache_seqlens: Tensor | None = None,
     *,
@@ -320,6 +320,7 @@ def _explain_paged(
     shared = options.pop("plan", None)
     if shared is not None and x.cu_seqlens_q is not None and max_seqlen_q is None:
         max_seqlen_q = max(shared.lengths_q, default=0)  # as in cascade_attention
+    is_latent = x.v is None
     problem, x = _prepare_paged(x, max_seqlen_q, options)
     lengths = _lengths(problem, x)
     sequences = [_one_sequence(problem, *pair) for pair in lengths]
@@ -332,9 +333,14 @@ def _explain_paged(
     if shared is None and pages.distinct < pages.read and _cascades(problem):
         shared = _plan(problem, x, lengths, model)
     sharing = None if shared is None else _sharing(problem, x, lengths, pages, shared, model)
-    repeated_bytes = pages.repeated_keys * problem.num_kv_heads * problem.key_bytes
+    saved_bytes = pages.repeated_keys * problem.num_kv_heads * problem.key_bytes
+    if is_latent:  # the keys hold the values
+        keys = sum(p.seen_keys for p in sequences) - pages.repeated_keys
+        saved_bytes += keys * problem.num_kv_heads * problem.value_bytes
+        dims = problem.head_dim + problem.head_dim_v
+        pages = pages._replace(gathered_bytes=pages.gathered_bytes * problem.head_dim // dims)
     return whole._replace(
-        min_bytes=whole.min_bytes - repeated_bytes,
+        min_bytes=whole.min_bytes - saved_bytes,
         pages=pages,
         splits=splits,
         sharing=sharing,
@@ -344,11 +350,15 @@ def _explain_paged(
 
 def _prepare_paged(x: Tensors, max_seqlen_q: int | None, options: dict) -> tuple[Problem, Tensors]:
     tensors = {n: options.pop(n) for n in PAGED_TENSORS if n in options}
+    latent = options.pop("latent", None)
     unknown = [n for n in options if n in NOT_PAGED or n not in SCALARS]
     if unknown:
         raise TypeError(f"paged_attention() has no option {unknown[0]!r}")
     scalars = _scalars(options, causal=True)
     x = x._replace(q=paged.autocast_queries(x.q, x.k), **tensors)
+    if x.v is None or latent is not None:
+        v, v_scales = paged.latent_values(x.k, x.v, x.k_scales, x.v_scales, latent)
+        x = x._replace(v=v, v_scales=v_scales)
     if torch.are_deterministic_algorithms_enabled():
         scalars = scalars._replace(deterministic=True)
     problem = paged.describe(x, scalars, max_seqlen_q)

@@ -224,41 +224,42 @@ def varlen_attention(
 
 @overload
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
-    return_lse: No = False, return_stats: No = False, **options: Unpack[PagedOptions],
+    q: Tensor, k_pages: Tensor, v_pages: Tensor | None, page_table: Tensor, cache_seqlens: Tensor,
+    *, return_lse: No = False, return_stats: No = False, **options: Unpack[PagedOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
-    return_lse: Yes, return_stats: No = False, **options: Unpack[PagedOptions],
+    q: Tensor, k_pages: Tensor, v_pages: Tensor | None, page_table: Tensor, cache_seqlens: Tensor,
+    *, return_lse: Yes, return_stats: No = False, **options: Unpack[PagedOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
-    return_lse: No = False, return_stats: Yes, **options: Unpack[PagedOptions],
+    q: Tensor, k_pages: Tensor, v_pages: Tensor | None, page_table: Tensor, cache_seqlens: Tensor,
+    *, return_lse: No = False, return_stats: Yes, **options: Unpack[PagedOptions],
 ) -> tuple[Tensor, Stats]: ...  # fmt: skip
 @overload
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
-    return_lse: Yes, return_stats: Yes, **options: Unpack[PagedOptions],
+    q: Tensor, k_pages: Tensor, v_pages: Tensor | None, page_table: Tensor, cache_seqlens: Tensor,
+    *, return_lse: Yes, return_stats: Yes, **options: Unpack[PagedOptions],
 ) -> tuple[Tensor, Tensor, Stats]: ...  # fmt: skip
 @overload
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
-    return_lse: bool, return_stats: No = False, **options: Unpack[PagedOptions],
+    q: Tensor, k_pages: Tensor, v_pages: Tensor | None, page_table: Tensor, cache_seqlens: Tensor,
+    *, return_lse: bool, return_stats: No = False, **options: Unpack[PagedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
-    return_lse: bool = False, return_stats: bool = False, **options: Unpack[PagedOptions],
+    q: Tensor, k_pages: Tensor, v_pages: Tensor | None, page_table: Tensor, cache_seqlens: Tensor,
+    *, return_lse: bool = False, return_stats: bool = False, **options: Unpack[PagedOptions],
 ) -> Outputs: ...  # fmt: skip
 def paged_attention(
     q: Tensor,
     k_pages: Tensor,
-    v_pages: Tensor,
+    v_pages: Tensor | None,
     page_table: Tensor,
     cache_seqlens: Tensor,
     *,
+    latent: int | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -282,11 +283,13 @@ def paged_attention(
 
     q: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim) with cu_seqlens_q
     and max_seqlen_q. k_pages, v_pages: (num_pages, page_size, kv_heads, dim); page_table: int32
-    (batch, max_pages); cache_seqlens: int32 (batch,). k_scales, v_scales: for pages of int8 or
-    float8_e4m3fn, fp32 (num_pages, page_size, kv_heads), any strides: a key is its stored values
-    times its scale; q is not quantised. Sequence b reads its first cache_seqlens[b] slots, through
-    page_table[b]. The queries are the last positions of that cache (causal by default). Entries of
-    pages that lie entirely before the window are not read and may hold any value.
+    (batch, max_pages); cache_seqlens: int32 (batch,). latent: without v_pages, the values are the
+    first `latent` columns of the keys, as in multi-head latent attention. k_scales, v_scales: for
+    pages of int8 or float8_e4m3fn, fp32 (num_pages, page_size, kv_heads), any strides: a key is its
+    stored values times its scale; q is not quantised. Sequence b reads its first cache_seqlens[b]
+    slots, through page_table[b]. The queries are the last positions of that cache (causal by
+    default). Entries of pages that lie entirely before the window are not read and may hold any
+    value.
 
     tree_mask: bool (batch, seqlen_q, seqlen_q), for drafts that branch: new query i sees new token
     j only if tree_mask[b, i, j], AND causal AND window. Everything before the new tokens stays
@@ -309,6 +312,8 @@ def paged_attention(
         return_lse=return_lse,
         precision=precision,
     )
+    if v_pages is None or latent is not None:
+        v_pages, v_scales = paged.latent_values(k_pages, v_pages, k_scales, v_scales, latent)
     x = Tensors(
         paged.autocast_queries(q, k_pages),
         k_pages,
@@ -328,26 +333,27 @@ def paged_attention(
 
 @overload
 def cascade_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
-    return_lse: No = False, **options: Unpack[CascadeOptions],
+    q: Tensor, k_pages: Tensor, v_pages: Tensor | None, page_table: Tensor, cache_seqlens: Tensor,
+    *, return_lse: No = False, **options: Unpack[CascadeOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def cascade_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
-    return_lse: Yes, **options: Unpack[CascadeOptions],
+    q: Tensor, k_pages: Tensor, v_pages: Tensor | None, page_table: Tensor, cache_seqlens: Tensor,
+    *, return_lse: Yes, **options: Unpack[CascadeOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def cascade_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, cache_seqlens: Tensor, *,
-    return_lse: bool, **options: Unpack[CascadeOptions],
+    q: Tensor, k_pages: Tensor, v_pages: Tensor | None, page_table: Tensor, cache_seqlens: Tensor,
+    *, return_lse: bool, **options: Unpack[CascadeOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def cascade_attention(
     q: Tensor,
     k_pages: Tensor,
-    v_pages: Tensor,
+    v_pages: Tensor | None,
     page_table: Tensor,
     cache_seqlens: Tensor,
     *,
+    latent: int | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     plan: cascade.CascadePlan | None = None,
@@ -374,6 +380,8 @@ def cascade_attention(
     if plan is not None and cu_seqlens_q is not None:
         raise ValueError("the plan holds the lengths of the queries: give plan or cu_seqlens_q")
     check_flag("return_lse", return_lse)
+    if v_pages is None or latent is not None:
+        v_pages, v_scales = paged.latent_values(k_pages, v_pages, k_scales, v_scales, latent)
     for name, t in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
         check_tensor(name, t)
     q = paged.autocast_queries(q, k_pages)

@@ -3,6 +3,7 @@ kernels that do not read pages, which gathers the pages into packed sequences fi
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -11,7 +12,14 @@ from torch import Tensor
 from onchip import masks
 from onchip.core.arguments import as_int
 from onchip.core.backend import Result, Stats, accumulator_dtype, empty_result
-from onchip.core.problem import DIFFERENTIABLE, Options, Problem, Tensors, UnsupportedError
+from onchip.core.problem import (
+    DIFFERENTIABLE,
+    Options,
+    Problem,
+    Tensors,
+    UnsupportedError,
+    keys_hold_values,
+)
 from onchip.core.torch_mode import is_autocast
 from onchip.core.validation import (
     check_agreement,
@@ -46,6 +54,30 @@ def describe(x: Tensors, options: Options, max_seqlen_q: int | None = None) -> P
     _check_tree(problem, x)
     _check_grad(x)
     return problem
+
+
+def latent_values(
+    k_pages: Tensor,
+    v_pages: Tensor | None,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    latent: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """v_pages and v_scales of a call without v_pages: views of the first `latent` columns of the
+    keys, and the scales of the keys.
+    """
+    if latent is None:
+        raise ValueError(
+            "v_pages is None: give v_pages, or latent=n if the values are the first n columns of"
+            " k_pages"
+        )
+    if v_pages is not None or v_scales is not None:
+        name = "v_scales" if v_pages is None else "v_pages"
+        raise ValueError(f"{latent=} means that the keys hold the values: {name} must be None")
+    check_layout("k_pages", k_pages, 4, "(num_pages, page_size, kv_heads, dim)", may_overlap=True)
+    if not 1 <= as_int("latent", latent) <= k_pages.shape[3]:
+        raise ValueError(f"{latent=} must be between 1 and head_dim={k_pages.shape[3]}")
+    return k_pages[..., :latent], k_scales
 
 
 def check_shapes(problem: Problem, x: Tensors) -> None:
@@ -291,8 +323,9 @@ def _gather(problem: Problem, x: Tensors) -> _GatheredTensors:
     slots = table[:, position // page_size] * page_size + position % page_size
     exists = position < seqlens[:, None]
     hidden = (position < _first_visible(problem, x)[:, None])[exists]
-    pages = (x.k, x.k_scales), (x.v, x.v_scales)
-    k, v = (_gather_rows(*part, slots[exists], hidden, problem.dtype) for part in pages)
+    gather = partial(_gather_rows, slots=slots[exists], hidden=hidden, dtype=problem.dtype)
+    k = gather(x.k, x.k_scales)
+    v = k[..., : x.v.shape[3]] if keys_hold_values(x) else gather(x.v, x.v_scales)
     cu_k = torch.cat([seqlens.new_zeros(1), seqlens]).cumsum(0, dtype=torch.int32)
     if problem.packed:
         return _GatheredTensors(x.q, k, v, x.cu_seqlens_q, cu_k)

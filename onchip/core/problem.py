@@ -285,10 +285,17 @@ class Problem(NamedTuple):
     @property
     def key_bytes(self) -> int:
         """Bytes of one key and its value, of one head, with the scales of 8-bit pages."""
-        dims = self.head_dim + self.head_dim_v
+        return self._stored_bytes(self.head_dim) + self.value_bytes
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one value of one head, with the scale of 8-bit pages."""
+        return self._stored_bytes(self.head_dim_v)
+
+    def _stored_bytes(self, dim: int) -> int:
         if self.page_dtype is None:
-            return dims * self.dtype.itemsize
-        return dims * self.page_dtype.itemsize + 2 * torch.float32.itemsize
+            return dim * self.dtype.itemsize
+        return dim * self.page_dtype.itemsize + torch.float32.itemsize
 
     @property
     def min_bytes(self) -> int:
@@ -307,6 +314,21 @@ class Problem(NamedTuple):
         """Bytes of the rounding error of out, which precise_delta saves for the backward."""
         elements = self.batch * self.seqlen_q * self.num_heads * self.head_dim_v
         return elements * self.out_dtype.itemsize if self.precise_delta else 0
+
+
+def keys_hold_values(x: Tensors) -> bool:
+    """Whether the values of a paged call are the first columns of its keys, in the same memory."""
+    k, v = x.k, x.v
+    if v.shape[3] > k.shape[3] or k.dtype != v.dtype or not _start_together(k, v):
+        return False
+    k_scales, v_scales = x.k_scales, x.v_scales
+    if k_scales is None or v_scales is None:
+        return k_scales is v_scales
+    return _start_together(k_scales, v_scales)
+
+
+def _start_together(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
 
 
 def is_aligned(x: Tensors) -> bool:

@@ -40,6 +40,7 @@ class OffloadOptions(CallOptions, total=False):
 class CascadeOptions(CallOptions, total=False):
     """Options of cascade_attention."""
 
+    latent: int | None
     k_scales: Tensor | None
     v_scales: Tensor | None
     plan: CascadePlan | None
@@ -57,6 +58,7 @@ class ScoreOptions(CallOptions, total=False):
 class PagedOptions(ScoreOptions, total=False):
     """Options of paged_attention."""
 
+    latent: int | None
     k_scales: Tensor | None
     v_scales: Tensor | None
     cu_seqlens_q: Tensor | None

@@ -369,9 +369,10 @@ class KVCache:
             if full and not sequence.host_tokens and sequence not in tree:
                 tree.add(sequence, self.resident(sequence).pages_from(0)[:full])
 
-    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    def write(self, layer: int, k: Tensor, v: Tensor | None, slot_mapping: Tensor) -> None:
         """Write k (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v) of one
-        layer to the slots of slot_mapping, int32 (tokens,); slot -1 writes nothing.
+        layer to the slots of slot_mapping, int32 (tokens,); slot -1 writes nothing. v is None if
+        the keys hold the values (`Spec.latent`).
         """
         self.pages.write(layer, k, v, slot_mapping)
 

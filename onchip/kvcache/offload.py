@@ -56,7 +56,8 @@ class OffloadMemory:
                 " without scales"
             )
         self._pages, self.capacity = pages, num_pages
-        self.k, self.v = (self._allocate(t) for t in (pages.k, pages.v))
+        self._held = [self._allocate(t) for t in pages.tensors]
+        self.k, self.v = self._held[0], self._held[-1][..., : pages.spec.head_dim_v]
         self.reset()
 
     def _allocate(self, pages: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ class OffloadMemory:
         if stop > held.end:
             raise ValueError(f"{len(pages)} pages exceed {held}")
         ids = to_device(torch.tensor(pages, dtype=torch.int64), self._pages.k.device)
-        for source, target in ((self._pages.k, self.k), (self._pages.v, self.v)):
+        for source, target in zip(self._pages.tensors, self._held, strict=True):
             for layer, host in zip(source, target, strict=True):
                 host[start:stop].copy_(layer.index_select(0, ids), non_blocking=True)
         held.num_pages += len(pages)

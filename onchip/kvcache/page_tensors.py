@@ -32,7 +32,8 @@ class Spec:
     """The contents of one page: page_size tokens of num_layers layers, num_kv_heads heads each,
     keys of head_dim and values of head_dim_v (default: head_dim). dtype: of the keys and values
     that are written. kv_dtype: the dtype in pages, torch.int8 or torch.float8_e4m3fn with a scale
-    for each token and head, or None for dtype itself.
+    for each token and head, or None for dtype itself. latent: the values are the first `latent`
+    columns of the keys (multi-head latent attention), so pages hold keys alone; 0: they are not.
     """
 
     num_layers: int
@@ -43,14 +44,21 @@ class Spec:
     dtype: torch.dtype = torch.bfloat16
     device: torch.device | str = "cpu"
     kv_dtype: torch.dtype | None = None
+    latent: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
+        head_dim_v = self.head_dim_v or self.latent or self.head_dim
+        object.__setattr__(self, "head_dim_v", head_dim_v)
         object.__setattr__(self, "device", torch.device(self.device))
         for name in ("num_layers", "num_kv_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         check_head_dims(self.head_dim, self.head_dim_v)
+        if self.latent and not self.latent == self.head_dim_v <= self.head_dim:
+            raise ValueError(
+                f"latent={self.latent} must be head_dim_v={self.head_dim_v}, and at most"
+                f" head_dim={self.head_dim}"
+            )
         if not 1 <= self.page_size <= MAX_PAGE_SIZE or self.page_size & (self.page_size - 1):
             raise ValueError(
                 f"page_size={self.page_size} must be a power of two up to {MAX_PAGE_SIZE}"
@@ -77,7 +85,7 @@ class Spec:
     @property
     def page_elements(self) -> int:
         """Keys and values of one page, all layers."""
-        return math.prod(self.k_page) + math.prod(self.v_page)
+        return math.prod(self.k_page) + (0 if self.latent else math.prod(self.v_page))
 
     @property
     def scales_page(self) -> tuple[int, int, int]:
@@ -90,7 +98,7 @@ class Spec:
     def page_bytes(self) -> int:
         if self.kv_dtype is None:
             return self.page_elements * self.dtype.itemsize
-        scales = 2 * math.prod(self.scales_page)
+        scales = (1 if self.latent else 2) * math.prod(self.scales_page)
         return self.page_elements * self.kv_dtype.itemsize + scales * SCALE_BYTES
 
     def pages_in(self, num_bytes: int) -> int:
@@ -101,6 +109,7 @@ class Spec:
 class PageTensors:
     """k: (num_layers, num_pages, page_size, num_kv_heads, head_dim); v: the same, head_dim_v.
     k_scales, v_scales: (num_layers, num_pages, num_kv_heads, page_size), None unless quantised.
+    Of latent pages v is a view of k, and v_scales is k_scales.
 
     The memory is never cleared, neither on allocation nor when a page is freed. Slots behind a
     sequence's length and free pages hold arbitrary values, NaN included; no kernel reads them.
@@ -119,13 +128,14 @@ class PageTensors:
             )
         self.spec = spec
         self.pool = pool
-        stored = spec.kv_dtype or spec.dtype
-        self.k, self.v = (self._empty(shape, stored) for shape in (spec.k_page, spec.v_page))
-        self.k_scales = self.v_scales = None
-        if spec.kv_dtype is not None:
-            self.k_scales, self.v_scales = (
-                self._empty(spec.scales_page, torch.float32) for _ in range(2)
-            )
+        stored, shapes = spec.kv_dtype or spec.dtype, (spec.k_page, spec.v_page)
+        held = shapes[:1] if spec.latent else shapes
+        self._tokens = [self._empty(shape, stored) for shape in held]
+        quantised = held if spec.kv_dtype is not None else ()
+        self._scales = [self._empty(spec.scales_page, torch.float32) for _ in quantised]
+        self.k, self.v = self._tokens[0], self._tokens[-1][..., : spec.head_dim_v]
+        self.k_scales = self._scales[0] if quantised else None
+        self.v_scales = self._scales[-1] if quantised else None
 
     def _empty(self, page: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """(num_layers, num_pages, ...), not cleared."""
@@ -137,8 +147,11 @@ class PageTensors:
         """All tensors of the pages, each (num_layers, num_pages, ...): they are copied and moved
         together. e4m3 is viewed as int8, because torch cannot index float8.
         """
-        tensors = [t for t in (self.k, self.v, self.k_scales, self.v_scales) if t is not None]
-        return [t.view(torch.int8) if t.dtype == torch.float8_e4m3fn else t for t in tensors]
+        return [*self._indexable_tokens(), *self._scales]
+
+    def _indexable_tokens(self) -> list[Tensor]:
+        is_float8 = self.k.dtype == torch.float8_e4m3fn
+        return [t.view(torch.int8) if is_float8 else t for t in self._tokens]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """(k_pages, v_pages) of one layer, as paged_attention takes them."""
@@ -158,16 +171,22 @@ class PageTensors:
             "v_scales": self.v_scales[layer].transpose(1, 2),
         }
 
-    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    def write(self, layer: int, k: Tensor, v: Tensor | None, slot_mapping: Tensor) -> None:
         """Write k (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v) to the
         slots of slot_mapping, int32 (tokens,): page * page_size + offset, -1 writes nothing. int8
-        and fp8 pages quantise them.
+        and fp8 pages quantise them. v is None for latent pages.
         """
-        pages = *self.layer(layer), *self.scales(layer).values()
+        pages, scales = self.layer(layer), tuple(self.scales(layer).values())
         self._check_write(k, v, slot_mapping)
         if slot_mapping.device.type == "cpu" or checks.enabled:
             self._check_slots(slot_mapping)
-        _scatter(k, v, pages, slot_mapping)
+        if v is None:
+            _scatter((k,), pages[:1], scales[:1], slot_mapping)
+        elif kernel := _kernel(k.device):
+            k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
+            kernel.write(k, v, *pages, slot_mapping, *scales)
+        else:
+            _scatter((k, v), pages, scales, slot_mapping)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copy pages in all layers at once. No target is listed twice, and no target is also a
@@ -190,14 +209,18 @@ class PageTensors:
         moved = to_device(torch.tensor(pairs), self.k.device)
         size = self.spec.page_size
         (source, target), (at, to) = (moved // size).unbind(1), (moved % size).unbind(1)
-        for tokens in self.tensors[:2]:
+        for tokens in self._indexable_tokens():
             tokens[:, target, to] = tokens[:, source, at]
-        for scales in self.tensors[2:]:
+        for scales in self._scales:
             scales[:, target, :, to] = scales[:, source, :, at]
 
-    def _check_write(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    def _check_write(self, k: Tensor, v: Tensor | None, slot_mapping: Tensor) -> None:
         spec, count = self.spec, slot_mapping.shape[0] if slot_mapping.dim() == 1 else -1
-        for name, t, dim in (("k", k, spec.head_dim), ("v", v, spec.head_dim_v)):
+        if (v is None) != bool(spec.latent):
+            kind = "hold no values: v must be None" if spec.latent else "hold values: v is None"
+            raise ValueError(f"pages of {spec.latent=} {kind}")
+        written = (("k", k, spec.head_dim), ("v", v, spec.head_dim_v))
+        for name, t, dim in written[: 1 if v is None else 2]:
             shape = (count, spec.num_kv_heads, dim)
             if tuple(t.shape) != shape or t.dtype != spec.dtype or t.device != self.k.device:
                 raise ValueError(
@@ -220,20 +243,21 @@ class PageTensors:
                 raise ValueError(f"slot_mapping points to page {page}, which {refs} tables hold")
 
 
-def _scatter(k: Tensor, v: Tensor, pages: tuple[Tensor, ...], slot_mapping: Tensor) -> None:
-    """pages: k_pages and v_pages, with their scales if they are quantised."""
-    if kernel := _kernel(k.device):
-        k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
-        kernel.write(k, v, *pages[:2], slot_mapping, *pages[2:])
-        return
+def _scatter(
+    tokens: Sequence[Tensor],
+    pages: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    slot_mapping: Tensor,
+) -> None:
+    """Write tokens to pages with torch operations. scales: of the pages, none unless quantised."""
     slots = slot_mapping.long().clamp(min=0)  # -1 is written to the null page, which is never read
-    if len(pages) == 2:
-        for new, target in zip((k, v), pages, strict=True):
+    if not scales:
+        for new, target in zip(tokens, pages, strict=True):
             target.flatten(0, 1).index_copy_(0, slots, new)
         return
     at = slots // pages[0].shape[1], slots % pages[0].shape[1]
-    for new, target, scales in zip((k, v), pages[:2], pages[2:], strict=True):
-        target[at], scales[at] = quantise(new, target.dtype)
+    for new, target, its_scales in zip(tokens, pages, scales, strict=True):
+        target[at], its_scales[at] = quantise(new, target.dtype)
 
 
 def _kernel(device: torch.device) -> ModuleType | None:

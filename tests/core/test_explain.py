@@ -46,6 +46,16 @@ def test_pages_bytes_and_flops_follow_the_lengths():
     assert "first: aten_cpu does not read pages" in str(x) and "backward" not in str(x)
 
 
+def test_latent_pages_are_read_once():
+    q, k, _, *tables = call([100, 1, 33])
+    x = onchip.explain(q, k, None, *tables, latent=DIM // 2, kernel="aten_cpu")
+    keys = 134 * TOKEN_BYTES // 2
+    assert x.problem.head_dim_v == DIM // 2 and x.pages.gathered_bytes == keys
+    assert x.min_bytes == keys + 3 * HEADS * (DIM * 2 + DIM + 4)
+    with pytest.raises(ValueError, match="v_pages is None"):
+        onchip.explain(q, k, None, *tables)
+
+
 def test_the_residual_of_precise_delta():
     q = torch.zeros(2, 50, HEADS, DIM, dtype=torch.bfloat16)
     plain, precise = (onchip.explain(q, q, q, precise_delta=p) for p in (False, True))

@@ -246,6 +246,95 @@ def test_a_cascade_over_pages_of_8_bits_equals_the_plain_call():
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("kernel", [None, "aten_cpu", "tiled", "reference"])
+@pytest.mark.parametrize("form", [None, *FORMS])
+@pytest.mark.parametrize("seqlen_q", [1, 3, 9])
+def test_latent_values_are_the_first_columns_of_the_keys(kernel, form, seqlen_q):
+    k, _, table, seqlens, _ = cache([5, 33, 16, 300], 16)
+    scales = {}
+    if form is not None:
+        (k, _), scales = quantise_pages(k, k, form)
+    q, n = torch.randn(4, seqlen_q, HEADS, DIM), DIM - 5
+    v = k[..., :n].contiguous()
+    call = {"kernel": kernel, "return_lse": True, "window_size": (20, None)}
+    want = onchip.paged_attention(q, k, v, table, seqlens, **scales, **call)
+    scales.pop("v_scales", None)
+    got = onchip.paged_attention(q, k, None, table, seqlens, latent=n, **scales, **call)
+    view = onchip.paged_attention(
+        q, k, k[..., :n], table, seqlens, **scales, v_scales=scales.get("k_scales"), **call
+    )
+    assert got[0].shape == (4, seqlen_q, HEADS, n)
+    for a, b, c in zip(got, want, view, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(a, c, rtol=0, atol=0)
+
+
+def test_absorbed_latent_attention():
+    """DeepSeek-V3's sizes: keys and values of each head are products of 512 latent columns; 64
+    columns of the keys are rotated and common to all heads.
+    """
+    heads, own, rotated, latent, seqlen = 4, 16, 64, 512, 37
+    x = torch.randn(seqlen, latent + rotated, dtype=torch.float64)
+    to_k, to_v = torch.randn(2, heads, own, latent, dtype=torch.float64) * latent**-0.5
+    q = torch.randn(1, 1, heads, own + rotated, dtype=torch.float64)
+    c, common = x[:, :latent], x[:, None, latent:].expand(-1, heads, -1)
+    k = torch.cat([torch.einsum("nc,hdc->nhd", c, to_k), common], -1)
+    v = torch.einsum("nc,hdc->nhd", c, to_v)
+    want = onchip.attention(q, k[None], v[None], causal=True)
+
+    absorbed = torch.cat([torch.einsum("bshd,hdc->bshc", q[..., :own], to_k), q[..., own:]], -1)
+    cu = torch.tensor([0, seqlen], dtype=torch.int32)
+    pages, _, table, seqlens = make_pages(x[:, None], x[:, None], cu, 16)
+    scale = (own + rotated) ** -0.5
+    args = absorbed, pages, None, table, seqlens
+    out = onchip.paged_attention(*args, latent=latent, softmax_scale=scale)
+    got = torch.einsum("bshc,hdc->bshd", out, to_v)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_a_cascade_over_latent_pages_equals_the_plain_call():
+    k, _, table, seqlens, _ = cache([48, 61, 50], 4)
+    table[1:, :8] = table[0, :8]
+    model = costs(torch.empty(3, HEADS, DIM), k, k)._replace(level=0, query=0, partial=0)
+    plan = cascade.plan(table, seqlens, 4, model, seqlen_q=1)
+    assert plan.levels
+    args, call = (torch.randn(3, 1, HEADS, DIM), k, None, table, seqlens), {"return_lse": True}
+    got = onchip.cascade_attention(*args, latent=7, plan=plan, **call)
+    torch.testing.assert_close(got, onchip.paged_attention(*args, latent=7, **call))
+
+
+def test_other_scales_of_the_same_pages_are_other_values():
+    """Pages that are passed twice, with other scales for the values, are not taken for latent."""
+    k, _, table, seqlens, _ = cache([5, 33], 8)
+    (k, _), scales = quantise_pages(k, k, torch.int8)
+    q, k_scales = torch.randn(2, 1, HEADS, DIM), scales["k_scales"]
+    call = lambda v: onchip.paged_attention(
+        q, k, v, table, seqlens, k_scales=k_scales, v_scales=2.0 * k_scales
+    )
+    torch.testing.assert_close(call(k), call(k.clone()))
+
+
+@pytest.mark.parametrize(
+    "match, change",
+    [
+        ("v_pages is None: give v_pages, or latent=n", {"latent": None}),
+        ("v_pages must be None", {"v_pages": torch.zeros(9, 4, KV_HEADS, DIM)}),
+        ("v_scales must be None", {"v_scales": torch.zeros(9, 4, KV_HEADS)}),
+        ("latent=17 must be between 1 and head_dim=16", {"latent": 17}),
+        ("latent must be an int >= 0, got 2.0", {"latent": 2.0}),
+        ("latent=0 must be between", {"latent": 0}),
+        ("k_pages must be", {"k_pages": [1.0]}),
+    ],
+)
+@pytest.mark.parametrize("function", [onchip.paged_attention, onchip.cascade_attention])
+def test_latent_calls_are_checked(function, match, change):
+    k, _, table, seqlens, _ = cache([5, 9], 4)
+    args = {"q": torch.randn(2, 1, HEADS, DIM), "k_pages": k, "v_pages": None, "latent": 7}
+    args |= {"page_table": table, "cache_seqlens": seqlens, **change}
+    with pytest.raises(ValueError, match=match):
+        function(**args)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_over_pages_of_8_bits_uses_its_dtype(dtype):
     k_pages, v_pages, table, seqlens, _ = cache([5, 33], 8)

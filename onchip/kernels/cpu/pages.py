@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onchip.core.backend import Backend, Result, accumulator_dtype, empty_result, make_backend
 from onchip.core.device import DeviceInfo
-from onchip.core.problem import Problem, Tensors
+from onchip.core.problem import Problem, Tensors, keys_hold_values
 from onchip.core.state import State, add_sink, finalize, lift, merge
 from onchip.quant.kv8 import dequantise
 
@@ -128,23 +128,23 @@ def _slots(x: Tensors, bucket: SequenceBucket, keys: Tensor) -> Tensor:
 
 def _gather(x: Tensors, slots: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """k and v of the slots (n, tile_n) in a wider dtype: (n, num_kv_heads, tile_n, dim)."""
-    page_size, num_kv_heads = x.k.shape[1:3]
+    k = _select(x.k, x.k_scales, slots, wide)
+    if keys_hold_values(x):
+        return k, k[..., : x.v.shape[3]]
+    return k, _select(x.v, x.v_scales, slots, wide)
+
+
+def _select(pages: Tensor, scales: Tensor | None, slots: Tensor, wide: torch.dtype) -> Tensor:
+    _, page_size, num_kv_heads, dim = pages.shape
     at = slots // page_size, slots % page_size
-    if x.k.is_contiguous() and x.v.is_contiguous():
+    if pages.is_contiguous():
         rows = slots[:, None] * num_kv_heads + torch.arange(num_kv_heads)[:, None]
-        k, v = _select_rows(x.k, rows), _select_rows(x.v, rows)
+        selected = pages.view(-1, dim).index_select(0, rows.view(-1)).view(*rows.shape, dim)
     else:  # viewing pages as rows of one head would copy them
-        k, v = x.k[at].transpose(1, 2), x.v[at].transpose(1, 2)
-    if x.k_scales is None or x.v_scales is None:
-        return k.to(wide), v.to(wide)
-    scales = (t[at].transpose(1, 2) for t in (x.k_scales, x.v_scales))
-    k, v = (dequantise(t, scale, wide) for t, scale in zip((k, v), scales, strict=True))
-    return k, v
-
-
-def _select_rows(pages: Tensor, rows: Tensor) -> Tensor:
-    dim = pages.shape[-1]
-    return pages.view(-1, dim).index_select(0, rows.view(-1)).view(*rows.shape, dim)
+        selected = pages[at].transpose(1, 2)
+    if scales is None:
+        return selected.to(wide)
+    return dequantise(selected, scales[at].transpose(1, 2), wide)
 
 
 def _scores(
