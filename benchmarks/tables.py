@@ -5,8 +5,8 @@ is `support` (every kernel's `supports`), `options` (the signatures), `bench:FIL
 benchmarks/results/FILE.json), `bench:FILE:rows` (every row of it), `bench:FILE:grid` (its first
 benchmark with lengths across), `bench:FILE:kernels` (problems down, kernels across),
 `bench:FILE:steps` (kernels down, problems across), `bench:FILE:SHEET` (a table that a benchmark
-makes itself) or `verdicts:TEXT` (claims of a text). Rows that do not count appear in full tables,
-and in no mean.
+makes itself), `long-range:DEVICE` (accuracies of examples/data/long-range-DEVICE.json) or
+`verdicts:TEXT` (claims of a text). Rows that do not count appear in full tables, and in no mean.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 import onchip
-from benchmarks import markdown, verdicts
+from benchmarks import long_range, markdown, verdicts
 from onchip.cli import bench
 from onchip.cli.bench.harness import SCHEMA, SHORT, Row, geomean, group_size
 from onchip.cli.doctor import DEVICES, ordinary
@@ -90,6 +90,8 @@ def table(name: str, root: Path = ROOT) -> str:
         return _bench(root / "benchmarks" / "results" / f"{stem}.json", form)
     if kind == "verdicts":
         return verdicts.table(rest)
+    if kind == "long-range":
+        return long_range.table(root / "examples" / "data" / f"long-range-{rest}.json")
     makers: dict[str, Callable[[], str]] = {"support": support, "options": options}
     if kind not in makers:
         raise ValueError(
