@@ -13,6 +13,7 @@ import long_range_tasks
 import pytest
 import torch
 from long_range_tasks import HELD_OUT, SYMBOLS, TASKS, Examples
+from torch import nn
 
 from onchip import masks
 
@@ -217,6 +218,28 @@ def test_the_shape_and_the_ground_differ_by_more_than_the_noise():
     assert tokens.min() >= 0 and tokens.max() <= 255
 
 
+def test_a_small_convolutional_network_learns_the_kinds_of_image():
+    """So the labels can be read from the pixels, which few steps of the encoder do not show."""
+
+    def contrast(tokens):
+        pixels = tokens.view(-1, 1, 16, 16).float()
+        ground = pixels.flatten(1).median(1).values[:, None, None, None]
+        return (pixels - ground).abs() / 128
+
+    layer = lambda c_in, c_out: [nn.Conv2d(c_in, c_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    model = nn.Sequential(*layer(1, 16), *layer(16, 32), nn.Flatten(), nn.Linear(512, 64))
+    model.extend([nn.ReLU(), nn.Linear(64, 10)])
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    for seed in range(150):
+        tokens, labels, _ = TASKS["image"].draw(64, 256, seed)
+        nn.functional.cross_entropy(model(contrast(tokens)), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tokens, labels, _ = TASKS["image"].draw(300, 256, HELD_OUT)
+    correct = model(contrast(tokens)).argmax(1) == labels
+    assert correct.float().mean() > 0.7
+
+
 def test_pathfinder_is_that_of_its_own_example():
     scene = long_range_tasks.draw_pathfinder(5, 16, 9)
     tokens, labels, _ = TASKS["pathfinder"].draw(5, 256, 9)
@@ -283,7 +306,7 @@ def loss_and_gradients(task, attention):
     examples = one.examples(6, 1)
     model, _ = one.start(0)
     logits = one.logits(model, examples)
-    loss = torch.nn.functional.cross_entropy(logits, examples.labels)
+    loss = nn.functional.cross_entropy(logits, examples.labels)
     return logits, torch.autograd.grad(loss, list(model.parameters()))
 
 
@@ -360,7 +383,7 @@ def test_weights_depend_on_the_seed_and_not_on_the_attention():
 
 class AlwaysNine(long_range.Training):
     def logits(self, model, examples):
-        return torch.nn.functional.one_hot(torch.full_like(examples.labels, 9), 10).float()
+        return nn.functional.one_hot(torch.full_like(examples.labels, 9), 10).float()
 
 
 def test_accuracy_is_the_share_of_correct_labels():
