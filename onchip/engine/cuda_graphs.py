@@ -27,6 +27,7 @@ MOST_GRAPH_TOKENS = _TOKENS[-1]
 # decode-only steps with a cascade are powers of two from _SHARED_SIZE on.
 _SHARED_TOKENS = (64, 256, 1024, 2048)
 _SHARED_SIZE = 8
+RECORDS_EXPERTS = False  # until a step with experts has been recorded on a GPU
 _TRIALS = 4  # recordings from which the memory of all is estimated
 _capture_lock = threading.Lock()  # torch can record only one graph at a time in a process
 
@@ -302,9 +303,11 @@ def _join(size: int, parts: dict[int, Tensor]) -> Tensor:
 
 def can_record(model: Model, cache: KVCache) -> bool:
     """Whether steps can be recorded in graphs. Modules of transformers may branch on values of
-    tensors, which a graph cannot record.
+    tensors, which a graph cannot record, and most forms of experts read values on the host.
     """
-    return isinstance(model, Decoder) and cache.device.type == "cuda"
+    if not isinstance(model, Decoder) or cache.device.type != "cuda":
+        return False
+    return model.is_recordable and (RECORDS_EXPERTS or not model.is_sparse)
 
 
 def fill_in_sampled(ids: Tensor, last: Tensor) -> Tensor:

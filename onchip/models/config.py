@@ -18,6 +18,7 @@ from onchip.models.rotary import Rotary
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Norm = Literal["rms", "layer"]
 MAX_LAYERS = 4096  # a config.json is untrusted: it must not make this process build longer lists
+MAX_EXPERTS = 65_536  # of all layers together, for the same reason
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -47,13 +48,36 @@ _HARMLESS = {name for names in _HARMLESS_BY_SUBJECT.values() for name in names.s
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts of a layer: gated MLPs without biases. Each token passes through `per_token` of
+    them, chosen by the softmax of a router. is_normalised: the weights of a token are divided by
+    their sum. router_jitter_noise: of training.
+    """
+
+    num_experts: int
+    per_token: int
+    intermediate_size: int
+    is_normalised: bool = True
+    router_jitter_noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        for size in ("num_experts", "per_token", "intermediate_size"):
+            check_size(size, getattr(self, size))
+        if self.per_token > self.num_experts:
+            raise ValueError(
+                f"a token cannot have {self.per_token} of num_experts={self.num_experts}"
+            )
+
+
+@dataclass(frozen=True)
 class Layer:
     """The differences between layers. window: a token sees itself and window - 1 tokens before it
-    (None: all). rotary: None if positions are learned.
+    (None: all). rotary: None if positions are learned. experts: None if the layer has one MLP.
     """
 
     window: int | None = None
     rotary: Rotary | None = None
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +144,9 @@ class ModelConfig:
             )
         for layer in self.layers:
             self._check_layer(layer)
+        num_experts = sum(layer.experts.num_experts for layer in self.layers if layer.experts)
+        if num_experts > MAX_EXPERTS:
+            raise ValueError(f"{num_experts} experts of all layers exceed {MAX_EXPERTS}")
 
     @property
     def num_layers(self) -> int:
@@ -149,14 +176,13 @@ class ModelConfig:
         return cls(model_type=model_type, source=json.dumps(dict(data), indent=2), **facts)
 
     def shard(self, world_size: int) -> "ModelConfig":
-        """The config of one of world_size ranks: its share of the heads and of the MLP."""
-        shares = {}
-        for name in ("num_heads", "num_kv_heads", "intermediate_size"):
-            value = getattr(self, name)
-            if value % world_size:
-                raise ValueError(f"{name}={value} cannot be divided among {world_size} ranks")
-            shares[name] = value // world_size
-        return replace(self, **shares)
+        """The config of one of world_size ranks: its share of the heads, of the MLP and of every
+        expert.
+        """
+        names = ("num_heads", "num_kv_heads", "intermediate_size")
+        shares = {name: _divide(name, getattr(self, name), world_size) for name in names}
+        layers = tuple(_shard_experts(layer, world_size) for layer in self.layers)
+        return replace(self, **shares, layers=layers)
 
     def _check_layer(self, layer: Layer) -> None:
         if layer.window is not None:
@@ -165,6 +191,21 @@ class ModelConfig:
             raise ValueError(f"rotary dim={layer.rotary.dim} exceeds head_dim={self.head_dim}")
         if (layer.rotary is None) != self.learned_positions:
             raise ValueError("a layer rotates its queries if and only if no positions are learned")
+        if layer.experts is not None and (self.mlp_bias or not self.gated):
+            raise ValueError("experts are gated MLPs without biases")
+
+
+def _divide(name: str, value: int, world_size: int) -> int:
+    if value % world_size:
+        raise ValueError(f"{name}={value} cannot be divided among {world_size} ranks")
+    return value // world_size
+
+
+def _shard_experts(layer: Layer, world_size: int) -> Layer:
+    if layer.experts is None:
+        return layer
+    share = _divide("intermediate_size of experts", layer.experts.intermediate_size, world_size)
+    return replace(layer, experts=replace(layer.experts, intermediate_size=share))
 
 
 def token_ids(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,9 +247,11 @@ def _num_layers(f: Fields) -> int:
     return count
 
 
-def _rotary(f: Fields, head_dim: int, partial: bool = False) -> Rotary:
+def _rotary(
+    f: Fields, head_dim: int, partial: bool = False, default_theta: float = 10_000.0
+) -> Rotary:
     """rope_parameters of transformers 5, or rope_theta and rope_scaling of older versions."""
-    stated = {"rope_theta": f.positive("rope_theta", 10_000.0)} | f.block("rope_scaling")
+    stated = {"rope_theta": f.positive("rope_theta", default_theta)} | f.block("rope_scaling")
     if partial:
         stated = {"partial_rotary_factor": f.positive("partial_rotary_factor", 1.0)} | stated
     stated |= f.block("rope_parameters")
@@ -292,6 +335,74 @@ def _qwen3(f: Fields) -> dict[str, Any]:
     f.require_present("head_dim")
     bias = f.flag("attention_bias", False)
     return _qwen(f) | {"qkv_bias": bias, "out_bias": bias, "qk_norm": True}
+
+
+def _mixtral(f: Fields) -> dict[str, Any]:
+    """Experts in every layer, and either all layers have a sliding window or none has."""
+    f.require_present("num_key_value_heads", "sliding_window")
+    sizes = _sizes(f)
+    experts = _experts(f, sizes["intermediate_size"], is_normalised=True)
+    rotary = _rotary(f, sizes["head_dim"], default_theta=1_000_000.0)
+    return sizes | {
+        "layers": (Layer(f.size("sliding_window", None), rotary, experts),) * _num_layers(f),
+        "activation": _activation(f.text("hidden_act", "silu")),
+    }
+
+
+def _qwen3_moe(f: Fields) -> dict[str, Any]:
+    """Experts in every decoder_sparse_step-th layer, but for mlp_only_layers; either all layers
+    have a sliding window or none has.
+    """
+    f.require_present("num_key_value_heads", "norm_topk_prob")
+    sizes, bias = _sizes(f), f.flag("attention_bias", False)
+    experts = _experts(f, f.size("moe_intermediate_size"), f.flag("norm_topk_prob", False))
+    layer = Layer(_window_of_all(f), _rotary(f, sizes["head_dim"]))
+    return sizes | {
+        "layers": tuple(
+            replace(layer, experts=experts) if is_sparse else layer for is_sparse in _sparsity(f)
+        ),
+        "activation": _activation(f.text("hidden_act", "silu")),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "qk_norm": True,
+    }
+
+
+def _experts(f: Fields, intermediate_size: int, is_normalised: bool) -> Experts:
+    """The number of experts has two names, of which transformers writes either."""
+    f.take("output_router_logits", None)  # the coefficient and the logits are for a loss
+    f.take("router_aux_loss_coef", None)
+    counts = [f.size(name, None) for name in ("num_local_experts", "num_experts")]
+    stated = {count for count in counts if count is not None}
+    if len(stated) != 1:
+        raise ValueError(
+            f"{f.what} must have one of num_local_experts and num_experts, got {counts}"
+        )
+    per_token, noise = f.size("num_experts_per_tok"), f.non_negative("router_jitter_noise", 0.0)
+    return Experts(stated.pop(), per_token, intermediate_size, is_normalised, noise)
+
+
+def _sparsity(f: Fields) -> list[bool]:
+    """Whether each layer has experts."""
+    step, dense = f.size("decoder_sparse_step", 1), f.take("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
+        raise ValueError(f"mlp_only_layers={dense!r} must be a list of integers")
+    excluded = set(dense)
+    return [i not in excluded and (i + 1) % step == 0 for i in range(_num_layers(f))]
+
+
+def _window_of_all(f: Fields) -> int | None:
+    """The sliding window of all layers, if windows are used at all."""
+    window, start = f.size("sliding_window", None), f.take("max_window_layers", None)
+    if not f.flag("use_sliding_window", False):
+        return None
+    f.require_present("sliding_window")
+    if start not in (None, 0):
+        raise ValueError(
+            f"max_window_layers={start!r} with use_sliding_window is not served: in transformers"
+            " all layers of this family have the window"
+        )
+    return window
 
 
 def _gemma_common(f: Fields) -> dict[str, Any]:
@@ -401,6 +512,8 @@ FAMILIES: dict[str, Callable[[Fields], dict[str, Any]]] = {
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,

@@ -5,8 +5,7 @@ three of them: sequences in pages (serving), dense batches and packed sequences 
 Any other fold works, too.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -14,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onchip.core.functional import attention, paged_attention, varlen_attention
-from onchip.core.problem import DTYPES, UnsupportedError
+from onchip.core.problem import UnsupportedError
 from onchip.core.values import checks
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models.config import Layer, ModelConfig
+from onchip.models.experts import SparseMLP
 from onchip.models.host_prefix import attend_with_prefixes
+from onchip.models.linear import Linear, ParameterFactory
 from onchip.models.pointwise import (
     Norms,
     Projections,
@@ -96,36 +97,6 @@ class PackedAttend(NamedTuple):
 def attend_dense(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Whole sequences of one length: an `Attend` of (batch, seqlen) tokens."""
     return cast(Tensor, attention(q, k, v, causal=True, **options))
-
-
-@dataclass(frozen=True)
-class ParameterFactory:
-    """The device and dtype of new parameters."""
-
-    device: torch.device | str = "cpu"
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
-
-    def empty(self, *shape: int) -> nn.Parameter:
-        return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype))
-
-
-class Linear(nn.Module):
-    """x @ weight.T + bias, not initialised: `loader` fills it."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(self, inner: int, outer: int, bias: bool, factory: ParameterFactory):
-        super().__init__()
-        self.weight = factory.empty(outer, inner)
-        self.bias = factory.empty(outer) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return product(x, self.weight, self.bias)
 
 
 class NormLayer(nn.Module):
@@ -256,7 +227,7 @@ class Block(nn.Module):
     attention_norm: NormLayer
     mlp_norm: NormLayer
     attention: DecoderAttention
-    mlp: MLP
+    mlp: MLP | SparseMLP
     attention_post_norm: NormLayer | None
     mlp_post_norm: NormLayer | None
 
@@ -265,7 +236,8 @@ class Block(nn.Module):
         norm = lambda: NormLayer(config, config.hidden_size, factory)
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.attention = DecoderAttention(config, index, factory)
-        self.mlp = MLP(config, factory)
+        experts = config.layers[index].experts
+        self.mlp = MLP(config, factory) if experts is None else SparseMLP(config, experts, factory)
         self.attention_post_norm = norm() if config.post_norms else None
         self.mlp_post_norm = norm() if config.post_norms else None
 
@@ -278,7 +250,7 @@ class Block(nn.Module):
         """
         x, qkv = project(x, y, self.attention_norm, self.attention.qkv)
         y = optional(self.attention_post_norm, self.attention(qkv, rope, attend))
-        if is_fused(x, self.mlp_norm, self.mlp.up):
+        if isinstance(self.mlp, MLP) and is_fused(x, self.mlp_norm, self.mlp.up):
             x, y = self.mlp.add_forward(x, y, self.mlp_norm)
         else:
             x, normed = add_norm(x, y, self.mlp_norm)
@@ -337,8 +309,21 @@ class Decoder(nn.Module):
 
     @property
     def layer_weights(self) -> int:
-        """The number of parameters of a layer."""
-        return sum(weight.numel() for weight in self.layers[0].parameters())
+        """The number of parameters of a layer that a token is multiplied with: the mean of all
+        layers. Of experts, those of one token count.
+        """
+        total = sum(weight.numel() for weight in self.layers.parameters())
+        return (total - sum(mlp.idle_weights for mlp in self._sparse())) // len(self.layers)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether a layer has experts."""
+        return any(self._sparse())
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a CUDA graph can hold a step: no layer reads values on the host."""
+        return all(mlp.is_recordable for mlp in self._sparse())
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -415,6 +400,10 @@ class Decoder(nn.Module):
         if rows is not None:
             x, y = x.index_select(0, rows), y.index_select(0, rows)
         return add_norm(x, y, self.norm)[1]
+
+    def _sparse(self) -> Iterator[SparseMLP]:
+        """The layers with experts."""
+        return (block.mlp for block in self.layers if isinstance(block.mlp, SparseMLP))
 
     def _check_length(self, seqlen: int) -> None:
         limit = self.config.max_seqlen

@@ -40,10 +40,15 @@ class Fields:
 
     def positive(self, name: str, default: Any = REQUIRED) -> Any:
         value = self.take(name, default)
-        number = type(value) in (int, float) and math.isfinite(value) and value > 0
-        if value is not default and not number:
+        if value is not default and not (_is_number(value) and value > 0):
             raise ValueError(f"{name}={value!r} in {self.what} must be a number above 0")
         return value if value is default else float(value)
+
+    def non_negative(self, name: str, default: float) -> float:
+        value = self.take(name, default)
+        if not (_is_number(value) and value >= 0):
+            raise ValueError(f"{name}={value!r} in {self.what} must be a number of at least 0")
+        return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         return self._typed(name, default, bool, "true or false")
@@ -86,3 +91,7 @@ class Fields:
         if not isinstance(value, kind):
             raise ValueError(f"{name}={value!r} in {self.what} must be {words}")
         return value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)

@@ -20,7 +20,15 @@ from onchip.models.config import ModelConfig
 from onchip.models.decoder import Decoder
 from onchip.models.multimodal import text_entries
 from onchip.models.safetensors import TensorEntry
-from onchip.models.weight_names import DERIVED, NAMES, Shard, Target, expected, targets
+from onchip.models.weight_names import (
+    DERIVED,
+    NAMES,
+    STACKED_UP,
+    Shard,
+    Target,
+    expected,
+    targets,
+)
 
 MAX_JSON_BYTES = 100_000_000
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -57,7 +65,9 @@ def inspect(folder: str | Path, ignore: Collection[str] = ()) -> Checkpoint:
     config = ModelConfig.from_hf(data, ignore)
     entries = text_entries(data, entries_of(folder))
     names = NAMES[config.model_type]
-    wanted = tuple(targets(config, prefixed=names.prefix + names.embed in entries))
+    prefixed = names.prefix + names.embed in entries
+    stacked = any(name.endswith(STACKED_UP) for name in entries)
+    wanted = tuple(targets(config, prefixed, stacked))
     _check_entries(entries, expected(wanted), names.head if config.tied else None)
     return Checkpoint(folder, config, entries, wanted)
 
@@ -229,6 +239,7 @@ def _fill_one(
     for piece in target.pieces:
         source = read(piece.name)
         source = source.T if target.transposed else source
+        source = source if target.stacked is None else source.flatten(0, 1)
         share = shard.of(source.narrow(0, piece.start, piece.rows), target.cut)
         parameter[at : at + len(share)].copy_(share)
         at += len(share)

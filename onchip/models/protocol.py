@@ -33,8 +33,8 @@ class Model(Protocol):
     """A `Decoder`, or a `Foreign` one.
 
     A call is one step over pages: rows of `width` numbers in `dtype` for its tokens; `logits` turns
-    them into logits. layer_weights: the number of weights of a layer. windows: of each layer, None
-    where it sees all tokens.
+    them into logits. layer_weights: the number of weights of a layer, of its experts those of one
+    token if the model is a `Decoder`. windows: of each layer, None where it sees all tokens.
     """
 
     @property

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.models.config import ModelConfig
+from onchip.models.config import Experts, ModelConfig
 
 Shape = tuple[int, ...]
 
@@ -49,7 +49,8 @@ class WeightSlice(NamedTuple):
 class Target(NamedTuple):
     """A parameter of Decoder and its slices in a checkpoint. cut: the dimension that ranks of
     tensor parallelism divide, slice by slice; -1 for a bias that only one rank adds; None: not
-    divided.
+    divided. stacked: how many matrices the checkpoint tensor holds, (stacked, rows, columns), whose
+    rows follow one another in the parameter; None: it is one matrix.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Target(NamedTuple):
     pieces: tuple[WeightSlice, ...]
     transposed: bool = False
     cut: int | None = None
+    stacked: int | None = None
 
     @property
     def sources(self) -> dict[str, Shape]:
@@ -65,11 +67,16 @@ class Target(NamedTuple):
         for piece in self.pieces:
             ends[piece.name] = max(ends.get(piece.name, 0), piece.start + piece.rows)
         shapes = {name: (rows, *self.shape[1:]) for name, rows in ends.items()}
+        if self.stacked is not None:
+            n = self.stacked
+            return {name: (n, rows // n, columns) for name, (rows, columns) in shapes.items()}
         return {name: shape[::-1] if self.transposed else shape for name, shape in shapes.items()}
 
 
 class WeightNames(NamedTuple):
-    """The names of one family. qkv and up have one name per projection, or one for all of them."""
+    """The names of one family. qkv and up have one name per projection, or one for all of them.
+    expert_up and expert_down: of the expert with a number.
+    """
 
     prefix: str
     embed: str
@@ -86,6 +93,9 @@ class WeightNames(NamedTuple):
     positions: str = ""
     head: str = "lm_head.weight"
     transposed: bool = False
+    router: str = ""
+    expert_up: tuple[str, ...] = ()
+    expert_down: str = ""
 
 
 _LLAMA = WeightNames(
@@ -102,6 +112,22 @@ _GEMMA2 = _LLAMA._replace(
     attention_post_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
+)
+_MIXTRAL = _LLAMA._replace(
+    router="block_sparse_moe.gate",
+    expert_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+    expert_down="block_sparse_moe.experts.{}.w2",
+)
+_QWEN_MOE = _LLAMA._replace(
+    router="mlp.gate",
+    expert_up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    expert_down="mlp.experts.{}.down_proj",
+)
+# All experts of a layer in two tensors, as modules of transformers 5 have them.
+STACKED_ROUTER, STACKED_UP, STACKED_DOWN = (
+    "mlp.gate",
+    "mlp.experts.gate_up_proj",
+    "mlp.experts.down_proj",
 )
 _GPT2 = WeightNames(
     prefix="transformer.",
@@ -122,6 +148,8 @@ NAMES = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN_MOE,
     "gemma": _LLAMA,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2,
@@ -132,9 +160,10 @@ NAMES = {
 DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
-def targets(config: ModelConfig, prefixed: bool = True) -> Iterator[Target]:
+def targets(config: ModelConfig, prefixed: bool = True, stacked: bool = False) -> Iterator[Target]:
     """Every parameter of the Decoder of a config. prefixed: as a causal language model is stored; a
-    model without a head is stored without the prefix.
+    model without a head is stored without the prefix. stacked: the experts of a layer are stored in
+    two tensors, else each on its own.
     """
     names = NAMES[config.model_type]
     prefix = names.prefix if prefixed else ""
@@ -142,8 +171,15 @@ def targets(config: ModelConfig, prefixed: bool = True) -> Iterator[Target]:
     yield _whole("embed", prefix + names.embed, (config.vocab_size, width))
     if config.learned_positions:
         yield _whole("positions", prefix + names.positions, (config.max_seqlen, width))
-    for i in range(config.num_layers):
-        yield from _layer(config, names, f"layers.{i}.", prefix + names.layer.format(i))
+    for i, layer in enumerate(config.layers):
+        ours, theirs = f"layers.{i}.", prefix + names.layer.format(i)
+        yield from _layer(config, names, ours, theirs)
+        if layer.experts is None:
+            yield from _fused(names, _mlp(config, names), ours, theirs)
+        elif stacked:
+            yield from _stacked_experts(config.hidden_size, layer.experts, ours, theirs)
+        else:
+            yield from _experts(config.hidden_size, layer.experts, names, ours, theirs)
     yield from _norm(config, "norm", prefix + names.norm, width)
     if not config.tied:
         yield _whole("head", names.head, (config.vocab_size, width))
@@ -166,22 +202,74 @@ def _layer(config: ModelConfig, names: WeightNames, ours: str, theirs: str) -> I
         for name in ("q_norm", "k_norm"):
             source = f"{theirs}self_attn.{name}"
             yield from _norm(config, f"{ours}attention.{name}", source, config.head_dim)
-    for name, sources, parts, columns, bias in _projections(config, names):
-        fused = FusedProjection(
-            ours + name, tuple(theirs + s for s in sources), parts, names.transposed
-        )
-        yield from fused.targets(columns, bias, cut=1 if name.endswith(("out", "down")) else 0)
+    yield from _fused(names, _attention(config, names), ours, theirs)
 
 
-def _projections(config: ModelConfig, names: WeightNames):
-    """(decoder name, checkpoint names, rows of each projection, columns, has a bias)"""
+class _Projection(NamedTuple):
+    """name: of the decoder; sources: of the checkpoint; parts: the rows of each."""
+
+    name: str
+    sources: tuple[str, ...]
+    parts: tuple[int, ...]
+    columns: int
+    bias: bool
+    cut: int
+
+
+def _attention(config: ModelConfig, names: WeightNames) -> Iterator[_Projection]:
     c = config
-    q, kv, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
-    up = (inner, inner) if c.gated else (inner,)
-    yield "attention.qkv", names.qkv, (q, kv, kv), c.hidden_size, c.qkv_bias
-    yield "attention.out", (names.out,), (c.hidden_size,), q, c.out_bias
-    yield "mlp.up", names.up, up, c.hidden_size, c.mlp_bias
-    yield "mlp.down", (names.down,), (c.hidden_size,), inner, c.mlp_bias
+    q, kv, width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
+    yield _Projection("attention.qkv", names.qkv, (q, kv, kv), width, c.qkv_bias, 0)
+    yield _Projection("attention.out", (names.out,), (width,), q, c.out_bias, 1)
+
+
+def _mlp(config: ModelConfig, names: WeightNames) -> Iterator[_Projection]:
+    inner, width, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
+    up = (inner, inner) if config.gated else (inner,)
+    yield _Projection("mlp.up", names.up, up, width, bias, 0)
+    yield _Projection("mlp.down", (names.down,), (width,), inner, bias, 1)
+
+
+def _fused(
+    names: WeightNames, projections: Iterable[_Projection], ours: str, theirs: str
+) -> Iterator[Target]:
+    for name, sources, parts, columns, bias, cut in projections:
+        stored = tuple(theirs + source for source in sources)
+        fused = FusedProjection(ours + name, stored, parts, names.transposed)
+        yield from fused.targets(columns, bias, cut)
+
+
+def _experts(
+    width: int, experts: Experts, names: WeightNames, ours: str, theirs: str
+) -> Iterator[Target]:
+    """A tensor for each projection of each expert."""
+    count, inner = experts.num_experts, experts.intermediate_size
+    router = f"{theirs}{names.router}.weight"
+    yield _whole(f"{ours}mlp.router.weight", router, (count, width))
+    up = tuple(
+        WeightSlice(f"{theirs}{name.format(i)}.weight", 0, inner)
+        for i in range(count)
+        for name in names.expert_up
+    )
+    down = tuple(
+        WeightSlice(f"{theirs}{names.expert_down.format(i)}.weight", 0, width) for i in range(count)
+    )
+    yield Target(f"{ours}mlp.up.weight", (count * 2 * inner, width), up, cut=0)
+    yield Target(f"{ours}mlp.down.weight", (count * width, inner), down, cut=1)
+
+
+def _stacked_experts(width: int, experts: Experts, ours: str, theirs: str) -> Iterator[Target]:
+    """Two tensors of matrices: gate and up of every expert, and down of every expert."""
+    count, inner = experts.num_experts, experts.intermediate_size
+    router = f"{theirs}{STACKED_ROUTER}.weight"
+    yield _whole(f"{ours}mlp.router.weight", router, (count, width))
+    for name, source, rows, columns, cut in (
+        ("mlp.up.weight", STACKED_UP, [inner] * (2 * count), width, 0),
+        ("mlp.down.weight", STACKED_DOWN, [width] * count, inner, 1),
+    ):
+        starts = accumulate(rows, initial=0)
+        pieces = tuple(WeightSlice(theirs + source, *at) for at in zip(starts, rows, strict=False))
+        yield Target(ours + name, (sum(rows), columns), pieces, cut=cut, stacked=count)
 
 
 class FusedProjection(NamedTuple):

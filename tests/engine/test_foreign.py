@@ -92,12 +92,12 @@ def _with_cascade(mode, **options):
 
 @torch.no_grad()
 def test_logprobs_forks_and_beams(saved):
-    with serve(saved("mixtral")) as llm:
+    with serve(saved("olmoe")) as llm:
         params = SamplingParams(temperature=0, max_tokens=3, n=2, prompt_logprobs=0, logprobs=0)
         (output,) = llm.generate([PROMPTS[1]], params, use_tqdm=False)
         (beams,) = llm.beam_search([PROMPTS[0]], BeamSearchParams(3, 4, ignore_eos=True))
     text = torch.tensor([PROMPTS[1] + list(output.outputs[0].token_ids)])
-    logits = foreign_models.model("mixtral")(text, use_cache=False).logits[0]
+    logits = foreign_models.model("olmoe")(text, use_cache=False).logits[0]
     exact = logits.log_softmax(-1)[:-1].gather(1, text[0, 1:, None])[:, 0]
     logprobs = [next(iter(one.values())).logprob for one in output.prompt_logprobs[1:]]
     logprobs += [next(iter(one.values())).logprob for one in output.outputs[0].logprobs]

@@ -32,6 +32,15 @@ FAMILIES = {
     "qwen2": {"rope_theta": 1e6, "rope_scaling": _YARN},
     "qwen2-sliding": {**_SLIDING, "use_sliding_window": True, "max_window_layers": 1},
     "qwen3": {"head_dim": 20, "tie_word_embeddings": True},
+    "mixtral": {**_SLIDING, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "head_dim": 20,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [1],
+    },
     "gemma": {"head_dim": 20, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 1},
     "gemma2": {
         **_SLIDING,

@@ -46,7 +46,7 @@ _RARER = {
 SERVED = {
     "opt": {"ffn_dim": 72, "word_embed_proj_dim": 48},  # learned positions from 2 on
     "gpt_neox": {"rotary_pct": 0.5, "hidden_dropout": 0.3, "attention_dropout": 0.3},
-    "mixtral": {**_EXPERTS, "sliding_window": 7},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},  # norms of all heads together
     "gpt_oss": {**_EXPERTS, **_ALTERNATING, "head_dim": 16},  # sinks
     "stablelm": {"qk_layernorm": True, "partial_rotary_factor": 0.5},
     "cohere2": {**_ALTERNATING, "logit_scale": 0.5},  # layers without RoPE

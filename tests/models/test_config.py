@@ -38,6 +38,8 @@ def test_old_and_new_spellings_give_one_config(data):
         ("qwen2-sliding", [None, 7, 7]),
         ("gemma2", [7, None, 7]),
         ("gemma3_text", [7, None, 7]),
+        ("mixtral", [7, 7, 7]),
+        ("qwen3_moe", [None, None, None]),
         ("llama", [None, None, None]),
     ],
     indirect=["family"],
@@ -103,6 +105,10 @@ def test_unsupported_fields_of_a_family_are_refused(data, change, sentence):
         ("mistral", "num_key_value_heads"),
         ("qwen2-sliding", "max_window_layers"),
         ("qwen3", "head_dim"),
+        ("mixtral", "sliding_window"),
+        ("mixtral", "num_key_value_heads"),
+        ("qwen3_moe", "norm_topk_prob"),
+        ("qwen3_moe", "num_experts_per_tok"),
         ("gemma", "head_dim"),
         ("gemma2", "attn_logit_softcapping"),
         ("gemma3_text", "sliding_window"),
@@ -168,6 +174,9 @@ GEMMA2 = {"query_pre_attn_scalar": 256, "sliding_window": 4096}
 GEMMA2 |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
 TIED = {"tie_word_embeddings": True}
+MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
+QWEN3_MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+QWEN3_MOE |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 @pytest.mark.parametrize(
@@ -181,6 +190,14 @@ TIED = {"tie_word_embeddings": True}
         ),
         (published("qwen2", (24, 896, 4864, 14, 2, 64, 151936), **TIED), 494_032_768),
         (published("qwen3", (28, 1024, 3072, 16, 8, 128, 151936), **TIED), 596_049_920),
+        (
+            published("mixtral", (32, 4096, 14336, 32, 8, 128, 32000), **MIXTRAL),
+            46_702_792_704,
+        ),
+        (
+            published("qwen3_moe", (48, 2048, 6144, 32, 4, 128, 151936), **QWEN3_MOE),
+            30_532_122_624,
+        ),
         (published("gemma", (18, 2048, 16384, 8, 1, 256, 256000)), 2_506_172_416),
         (published("gemma2", (26, 2304, 9216, 8, 4, 256, 256000), **GEMMA2), 2_614_341_888),
         (published("gemma3_text", (26, 1152, 6912, 4, 1, 256, 262144), **GEMMA3), 999_885_952),
@@ -193,6 +210,8 @@ TIED = {"tie_word_embeddings": True}
         "Mistral-7B-v0.1",
         "Qwen2.5-0.5B",
         "Qwen3-0.6B",
+        "Mixtral-8x7B-v0.1",
+        "Qwen3-30B-A3B",
         "Gemma-2B",
         "Gemma-2-2B",
         "Gemma-3-1B",

@@ -17,7 +17,7 @@ def test_families_of_the_decoder_are_native(kind, tmp_path):
 
 
 def test_other_families_are_slower_and_described_so(tmp_path):
-    assert not models.is_native(folder(tmp_path, '{"model_type": "mixtral"}'))
+    assert not models.is_native(folder(tmp_path, '{"model_type": "olmoe"}'))
     assert models.about(tmp_path) == f"{tmp_path} runs through transformers, slower:" + (
         " nothing is fused, and no step is recorded"
     )

@@ -46,6 +46,8 @@ def test_a_step_replays_from_a_graph(data):
     replayed with other lengths; no step waits for the host.
     """
     exact, decoder = on_gpu(data, torch.bfloat16)
+    if not decoder.is_recordable:
+        pytest.skip("on this GPU the host reads how many tokens each expert has")
     cache = KVCache(decoder.cache_spec(16), 64)
     _, sequences, _ = prefill(decoder, cache, [41, 5, 70])
     batch = cache.static_batch(BatchShape(4, 4, 16, 1))

@@ -1,0 +1,185 @@
+"""Layers of experts: for each token a router chooses a few of many gated MLPs.
+
+    x (tokens, width)           the router gives each token per_token experts and their weights
+    tokens * per_token rows     sorted by expert; up: one product a group of rows, an activation,
+                                down: one product a group
+    back in order of tokens     weighted and added, from the best expert of a token to its last
+
+What multiplies the groups:
+
+    bf16 on Hopper, Blackwell   torch's grouped product, without gradients: the sizes of the groups
+                                stay on the device, so a CUDA graph can hold the step
+    all else                    a product for each expert with rows; on a GPU the host waits for the
+                                sizes once a layer
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onchip.core.device import device_info
+from onchip.core.problem import UnsupportedError
+from onchip.models.config import Experts, ModelConfig
+from onchip.models.linear import Linear, ParameterFactory
+from onchip.models.pointwise import gated_activation
+
+_ALIGNED = 8  # torch's grouped product reads rows of bf16 at multiples of 16 bytes
+
+
+class Routing(NamedTuple):
+    """The experts of each token, the best first: int64 (tokens, per_token); and their weights of
+    the same shape, in fp32 (fp64 for fp64).
+    """
+
+    experts: Tensor
+    weights: Tensor
+
+
+class RowGroups(NamedTuple):
+    """Rows sorted by expert. choices: of each row, token * per_token + i if it is for the i-th
+    expert of that token, int64 (rows,). ends: of the rows of each expert, int32 (num_experts,).
+    sizes: how many rows each expert has; None if only the device knows.
+    """
+
+    choices: Tensor
+    ends: Tensor
+    sizes: list[int] | None
+
+
+def route(logits: Tensor, per_token: int, is_normalised: bool) -> Routing:
+    """The largest of softmax(logits) over all experts, the first of equal ones. is_normalised: they
+    are divided by their sum.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    # Of equal numbers topk takes any. In 16 bits there are many.
+    weights, experts = wide.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weights, experts = weights[:, :per_token], experts[:, :per_token]
+    if is_normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Routing(experts, weights)
+
+
+def group_rows(experts: Tensor, num_experts: int, reads_sizes: bool = True) -> RowGroups:
+    """The rows of these experts (tokens, per_token). Rows of an expert are in the order of their
+    tokens.
+    """
+    ordered, choices = experts.flatten().sort(stable=True)
+    numbers = torch.arange(num_experts, device=experts.device)
+    ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+    if not reads_sizes:
+        return RowGroups(choices, ends, None)
+    if experts.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "a CUDA graph cannot hold this layer of experts: the host reads how many tokens each"
+            " has, except in bf16 on a GPU of capability 9 or 10, without gradients"
+        )
+    return RowGroups(choices, ends, ends.diff(prepend=ends.new_zeros(1)).tolist())
+
+
+def take_rows(x: Tensor, groups: RowGroups, per_token: int) -> Tensor:
+    """The rows of all groups, from x (tokens, width)."""
+    # Indexed as (token, i), each element occurs once, so its gradients are added in a fixed order.
+    token, i = groups.choices // per_token, groups.choices % per_token
+    return x[:, None].expand(-1, per_token, -1)[token, i]
+
+
+def has_grouped_product(device: torch.device, dtype: torch.dtype, inner: int) -> bool:
+    """Whether torch multiplies groups whose sizes only the device knows, with rows of `inner`
+    numbers: elsewhere its grouped product reads the sizes on the host.
+    """
+    if device.type != "cuda" or dtype != torch.bfloat16 or inner % _ALIGNED:
+        return False
+    capability = device_info(device).capability
+    return capability is not None and capability[0] in (9, 10)
+
+
+def multiply_groups(rows: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+    """rows @ matrix.T with the matrix of each row's expert; weight (num_experts * outer, inner)."""
+    matrices = weight.unflatten(0, (len(groups.ends), -1))
+    if groups.sizes is None:
+        return F.grouped_mm(rows, matrices.transpose(1, 2), offs=groups.ends)
+    pairs = zip(rows.split(groups.sizes), matrices.unbind(), strict=True)
+    needs_all = len(rows) == 0  # of no rows, every product is empty
+    return torch.cat([F.linear(part, m) for part, m in pairs if needs_all or len(part)])
+
+
+def combine_rows(rows: Tensor, groups: RowGroups, routing: Routing) -> Tensor:
+    """(tokens, width): the weighted sum of each token's rows, in fp32 and rounded once."""
+    by_token = torch.empty_like(rows).index_copy(0, groups.choices, rows)
+    weighted = by_token.unflatten(0, routing.experts.shape) * routing.weights[..., None]
+    return weighted.sum(1).to(rows.dtype)
+
+
+class ExpertsUp(nn.Module):
+    """Gate and up of all experts. The weight holds the rows of gate, then up, of expert 0, then
+    those of expert 1, and so on.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, width: int, experts: Experts, factory: ParameterFactory):
+        super().__init__()
+        rows = experts.num_experts * 2 * experts.intermediate_size
+        self.weight = factory.empty(rows, width)
+
+    def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
+        return multiply_groups(rows, self.weight, groups)
+
+
+class ExpertsDown(nn.Module):
+    """The second product of all experts, and the sum over the experts of a token. The weight holds
+    the rows of expert 0, then those of expert 1, and so on.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, width: int, experts: Experts, factory: ParameterFactory):
+        super().__init__()
+        self.weight = factory.empty(experts.num_experts * width, experts.intermediate_size)
+
+    def forward(self, rows: Tensor, groups: RowGroups, routing: Routing) -> Tensor:
+        return combine_rows(multiply_groups(rows, self.weight, groups), groups, routing)
+
+
+class SparseMLP(nn.Module):
+    """The experts of a layer and their router."""
+
+    router: Linear
+    up: ExpertsUp
+    down: ExpertsDown
+
+    def __init__(self, config: ModelConfig, experts: Experts, factory: ParameterFactory):
+        super().__init__()
+        width = config.hidden_size
+        self.experts, self.activation = experts, config.activation
+        self.router = Linear(width, experts.num_experts, False, factory)
+        self.up = ExpertsUp(width, experts, factory)
+        self.down = ExpertsDown(width, experts, factory)
+
+    @property
+    def idle_weights(self) -> int:
+        """The number of weights that a token is not multiplied with: those of other experts."""
+        count, per_token = self.experts.num_experts, self.experts.per_token
+        return (self.up.weight.numel() + self.down.weight.numel()) // count * (count - per_token)
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a CUDA graph can hold this layer."""
+        weights = self.up.weight, self.down.weight
+        return all(has_grouped_product(w.device, w.dtype, w.shape[1]) for w in weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, experts = x.flatten(0, -2), self.experts
+        if experts.router_jitter_noise and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"router_jitter_noise={experts.router_jitter_noise} changes training, and is not"
+                " served: compute without gradients, or set it to 0"
+            )
+        routing = route(self.router(tokens), experts.per_token, experts.is_normalised)
+        reads_sizes = torch.is_grad_enabled() or not self.is_recordable
+        groups = group_rows(routing.experts, experts.num_experts, reads_sizes)
+        inner = self.up(take_rows(tokens, groups, experts.per_token), groups)
+        out = self.down(gated_activation(inner, self.activation), groups, routing)
+        return out.unflatten(0, x.shape[:-1])

@@ -1,0 +1,314 @@
+"""Layers of experts: tokens and gradients of transformers, both layouts of files, and refusals."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from onchip import LLM, SamplingParams, UnsupportedError, models
+from onchip.core.device import DeviceInfo
+from onchip.engine import cuda_graphs
+from onchip.models import ModelConfig, Shard, config, experts, loader, random_model, safetensors
+from onchip.models.config import Experts
+from onchip.models.weight_names import targets
+from tests.models.conftest import fields
+
+PROMPTS = [[5, 9, 5, 7], list(range(10, 41)), [3], [*range(20, 31)]]
+CASES = [
+    ("mixtral", {}),
+    ("mixtral", {"num_experts_per_tok": 1, "sliding_window": None}),
+    ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}),
+    ("mixtral", {"num_local_experts": 64}),  # most of them without a token
+    ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": []}),
+    ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [0], "attention_bias": True}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 7}),
+    ("qwen3_moe", {"num_experts": 64, "num_experts_per_tok": 1, "num_key_value_heads": 4}),
+]
+FAMILIES = ["mixtral", "qwen3_moe"]
+
+
+def made(family, seed=0, dtype=torch.float32, **change):
+    return random_model(ModelConfig.from_hf(fields(family) | change), seed=seed, dtype=dtype)
+
+
+@pytest.fixture
+def twin(tmp_path):
+    """The same model in transformers."""
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+    def load(decoder):
+        models.save(decoder, tmp_path)
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, attn_implementation="eager", dtype=torch.float32
+        ).eval()
+
+    return load
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+@torch.no_grad()
+def test_an_engine_gives_the_greedy_tokens_of_transformers(case, twin, tmp_path):
+    """Prompts of 1 to 31 tokens in chunks of at most 9, decoded together, on pages of 4 slots."""
+    family, change = CASES[case]
+    other = twin(made(family, seed=case, **change))
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 14}
+    theirs = [other.generate(torch.tensor([p]), **settings)[0, len(p) :].tolist() for p in PROMPTS]
+    options = {"block_size": 4, "num_pages": 90, "max_num_seqs": 4, "max_num_batched_tokens": 9}
+    with LLM(tmp_path, max_model_len=128, swap_space=0, **options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert llm.engine.model.is_sparse
+    assert [list(output.outputs[0].token_ids) for output in outputs] == theirs
+
+
+@pytest.mark.parametrize("case", [0, 3, 5, 6, 7])
+def test_gradients_are_those_of_transformers(case, twin):
+    family, change = CASES[case]
+    decoder = made(family, seed=case, **change)
+    other, text = twin(decoder), torch.arange(38).mul(29).remainder(130).view(2, 19)
+    decoder.logits(decoder.full(text)).logsumexp(-1).sum().backward()
+    other(text).logits.logsumexp(-1).sum().backward()
+    theirs = {name: weight.grad for name, weight in other.named_parameters()}
+    filled = made(family, **change)
+    loader._fill(filled, targets(decoder.config, stacked=True), theirs.__getitem__, Shard())
+    for (name, ours), expected in zip(decoder.named_parameters(), filled.parameters(), strict=True):
+        bound = 1e-5 * expected.abs().max().item()
+        torch.testing.assert_close(ours.grad, expected, rtol=0, atol=bound, msg=name)
+
+
+def test_the_router_takes_the_first_of_equal_experts():
+    logits = torch.zeros(3, 40, dtype=torch.bfloat16)
+    logits[:, 7] = 1
+    routing = experts.route(logits, 4, is_normalised=False)
+    assert routing.experts.tolist() == [[7, 0, 1, 2]] * 3
+    exact = logits.double().softmax(-1)[:, [7, 0, 1, 2]]
+    torch.testing.assert_close(routing.weights.double(), exact, rtol=1e-6, atol=0)
+    normalised = experts.route(logits, 4, is_normalised=True).weights
+    torch.testing.assert_close(normalised.double(), exact / exact.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_router_is_that_of_transformers(dtype):
+    """Without equal numbers, topk has one answer."""
+    logits = torch.stack([torch.randperm(128) for _ in range(63)]).div(16).to(dtype)
+    routing = experts.route(logits, 8, is_normalised=False)
+    weights, chosen = torch.topk(logits.float().softmax(-1), 8)
+    assert torch.equal(routing.weights, weights) and torch.equal(routing.experts, chosen)
+
+
+def plain(layer, x):
+    """The layer by its definition, token by token."""
+    e, out = layer.experts, torch.zeros_like(x)
+    up = layer.up.weight.unflatten(0, (e.num_experts, -1))
+    down = layer.down.weight.unflatten(0, (e.num_experts, -1))
+    for t, token in enumerate(x):
+        weights, chosen = (layer.router.weight @ token).softmax(-1).topk(e.per_token)
+        weights = weights / weights.sum() if e.is_normalised else weights
+        for weight, i in zip(weights, chosen, strict=True):
+            gate, wide = (up[i] @ token).chunk(2)
+            out[t] += weight * (down[i] @ (F.silu(gate) * wide))
+    return out
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 63])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_layer_is_the_weighted_sum_of_its_experts(family, count):
+    layer = made(family, dtype=torch.float64).layers[0].mlp
+    x = torch.randn(count, 48, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), plain(layer, x), rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_a_token_gets_the_same_alone_and_among_others():
+    """Also beside tokens that are NaN, as padding of a static batch may be."""
+    layer = made("mixtral", dtype=torch.float64).layers[0].mlp
+    x = torch.randn(31, 48, dtype=torch.float64)
+    together = layer(x)
+    for i in (0, 17, 30):
+        torch.testing.assert_close(layer(x[i : i + 1])[0], together[i], rtol=0, atol=1e-12)
+    padded = torch.cat([x, torch.full((5, 48), torch.nan, dtype=torch.float64)])
+    torch.testing.assert_close(layer(padded)[:31], together, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_groups_of_unknown_size_give_the_same(dtype, monkeypatch):
+    """The form for CUDA graphs, by torch's grouped product on the CPU."""
+    layer = made("mixtral", dtype=dtype, num_local_experts=16).layers[0].mlp
+    x = torch.randn(9, 48).to(dtype)
+    expected = layer(x)
+    monkeypatch.setattr(experts.SparseMLP, "is_recordable", True)
+    sizes = []
+    group_rows = experts.group_rows
+
+    def group(*arguments):
+        sizes.append(group_rows(*arguments).sizes)
+        return group_rows(*arguments)
+
+    monkeypatch.setattr(experts, "group_rows", group)
+    torch.testing.assert_close(layer(x), expected)
+    assert sizes == [None]
+    with torch.enable_grad():
+        torch.testing.assert_close(layer(x), expected)
+    assert sizes[1] is not None
+
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "capability", "inner", "expected"),
+    [
+        ("cuda", BF16, (9, 0), 768, True),
+        ("cuda", BF16, (10, 0), 768, True),
+        ("cuda", BF16, (12, 0), 768, False),
+        ("cuda", BF16, (8, 0), 768, False),
+        ("cuda", BF16, None, 768, False),
+        ("cuda", BF16, (9, 0), 36, False),
+        ("cuda", torch.float16, (9, 0), 768, False),
+        ("cpu", BF16, None, 768, False),
+    ],
+)
+def test_a_grouped_product_without_the_host_is_of_bf16_on_hopper(
+    kind, dtype, capability, inner, expected, monkeypatch
+):
+    monkeypatch.setattr(experts, "device_info", lambda _: DeviceInfo(kind, "", capability))
+    assert experts.has_grouped_product(torch.device(kind), dtype, inner) == expected
+
+
+def test_steps_with_experts_are_not_recorded_yet(monkeypatch):
+    """Nor is what cannot be recorded at all."""
+
+    class Cache:
+        device = torch.device("cuda")
+
+    dense, sparse = made("llama"), made("mixtral")
+    assert cuda_graphs.can_record(dense, Cache) and not cuda_graphs.can_record(sparse, Cache)
+    monkeypatch.setattr(cuda_graphs, "RECORDS_EXPERTS", True)
+    assert not cuda_graphs.can_record(sparse, Cache)
+    monkeypatch.setattr(experts.SparseMLP, "is_recordable", True)
+    assert cuda_graphs.can_record(sparse, Cache)
+    monkeypatch.setattr(cuda_graphs, "RECORDS_EXPERTS", False)
+    assert not cuda_graphs.can_record(sparse, Cache)
+
+
+def test_the_weights_of_a_layer_are_those_of_one_token():
+    """Engines predict the time of a step from them."""
+    decoder = made("qwen3_moe")
+    sparse, dense = (
+        sum(weight.numel() for weight in decoder.layers[i].parameters()) for i in (0, 1)
+    )
+    active = sparse - 3 * 3 * 24 * 48  # three of six experts
+    assert decoder.layer_weights == (2 * active + dense) // 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_in_two_tensors_are_loaded(family, twin, tmp_path):
+    """As modules of transformers have them, beside one tensor for each projection."""
+    decoder = made(family, seed=4)
+    twin(decoder).save_pretrained(tmp_path / "stacked", save_original_format=False)
+    names = safetensors.header(tmp_path / "stacked" / "model.safetensors")
+    assert names["model.layers.0.mlp.experts.gate_up_proj"].shape[0] > 4
+    for folder in (tmp_path, tmp_path / "stacked"):
+        loaded = models.load(folder)
+        pairs = zip(loaded.parameters(), decoder.parameters(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+
+
+def rewrite(folder, change):
+    """Store the tensors of a folder again, with a change."""
+    stored = safetensors.read_all(folder / "model.safetensors")
+    stored = {name: tensor.clone() for name, tensor in stored.items()}
+    change(stored)
+    safetensors.write(folder / "model.safetensors", stored)
+
+
+def test_experts_that_do_not_fit_the_config_are_named(twin, tmp_path):
+    folder, stacked = tmp_path, tmp_path / "stacked"
+    twin(made("mixtral")).save_pretrained(stacked, save_original_format=False)
+    name = "model.layers.2.block_sparse_moe.experts.4.w2.weight"
+    rewrite(folder, lambda stored: stored.update({name: stored[name][1:]}))
+    with pytest.raises(ValueError, match=rf"{name} has shape \(47, 72\)"):
+        models.inspect(folder)
+    rewrite(folder, lambda stored: stored.pop(name))
+    with pytest.raises(ValueError, match=f"1 tensors are missing: {name}"):
+        models.inspect(folder)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    rewrite(stacked, lambda stored: stored.update({name: stored[name].flatten(0, 1)}))
+    with pytest.raises(ValueError, match=rf"{name} has shape \(720, 48\).* \(5, 144, 48\)"):
+        models.inspect(stacked)
+    rewrite(stacked, lambda stored: stored.pop(name))
+    with pytest.raises(ValueError, match=f"1 tensors are missing: {name}"):
+        models.inspect(stacked)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shard_has_a_part_of_every_expert(family, stacked, twin, tmp_path):
+    whole = made(family, seed=2)
+    folder = tmp_path / "folder"
+    twin(whole).save_pretrained(folder, save_original_format=not stacked)
+    parts = [models.load(folder, rank=rank, world_size=2) for rank in (0, 1)]
+    layer, shares = whole.layers[0].mlp, [part.layers[0].mlp for part in parts]
+    count, inner = layer.experts.num_experts, layer.experts.intermediate_size
+    up = [share.up.weight.view(count, 2, inner // 2, 48) for share in shares]
+    assert torch.equal(torch.cat(up, 2), layer.up.weight.view(count, 2, inner, 48))
+    down = [share.down.weight for share in shares]
+    assert torch.equal(torch.cat(down, 1), layer.down.weight)
+    assert all(torch.equal(share.router.weight, layer.router.weight) for share in shares)
+
+
+def test_experts_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="intermediate_size of experts=25 cannot be divided"):
+        ModelConfig.from_hf(fields("qwen3_moe") | {"moe_intermediate_size": 25}).shard(2)
+
+
+def test_noise_of_training_is_refused_with_gradients_alone():
+    decoder, text = made("mixtral", router_jitter_noise=0.1), torch.ones(1, 3, dtype=torch.int64)
+    with pytest.raises(UnsupportedError, match="router_jitter_noise=0.1 changes training"):
+        decoder.full(text)
+    with torch.no_grad():
+        assert torch.equal(decoder.full(text), made("mixtral").full(text))
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "sentence"),
+    [
+        ("mixtral", {"num_experts_per_tok": 6}, "a token cannot have 6 of num_experts=5"),
+        ("mixtral", {"num_local_experts": None}, "one of num_local_experts and num_experts"),
+        ("mixtral", {"num_experts": 6}, r"one of num_local_experts and num_experts, got \[5, 6\]"),
+        ("mixtral", {"num_local_experts": 10**9}, "3000000000 experts of all layers exceed 65536"),
+        ("mixtral", {"num_experts_per_tok": None}, "has no num_experts_per_tok"),
+        ("mixtral", {"router_jitter_noise": -1}, "must be a number of at least 0"),
+        ("mixtral", {"norm_topk_prob": True}, "norm_topk_prob=True"),
+        ("mixtral", {"shared_expert_intermediate_size": 24}, "shared_expert_intermediate_size=24"),
+        ("qwen3_moe", {"moe_intermediate_size": None}, "has no moe_intermediate_size"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        ("qwen3_moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers=.* must be a list of integers"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers=1 must be a list of integers"),
+        (
+            "qwen3_moe",
+            {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+            "max_window_layers=2 with use_sliding_window is not served",
+        ),
+    ],
+)
+def test_unsupported_fields_are_refused(family, change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ModelConfig.from_hf(fields(family) | change)
+
+
+def test_experts_have_no_biases_and_are_gated():
+    sparse = ModelConfig.from_hf(fields("mixtral"))
+    for change in ({"mlp_bias": True}, {"gated": False}):
+        with pytest.raises(ValueError, match="experts are gated MLPs without biases"):
+            replace(sparse, **change)
+    with pytest.raises(ValueError, match="num_experts=0 must be an integer"):
+        Experts(0, 1, 24)
+    assert config.MAX_EXPERTS > 94 * 128  # Qwen3-235B-A22B
