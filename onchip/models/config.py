@@ -51,18 +51,22 @@ _HARMLESS = {name for names in _HARMLESS_BY_SUBJECT.values() for name in names.s
 class Experts:
     """The experts of a layer: gated MLPs without biases. Each token passes through `per_token` of
     them, chosen by the softmax of a router. is_normalised: the weights of a token are divided by
-    their sum. router_jitter_noise: of training.
+    their sum. shared_size: the intermediate size of one more expert, through which all tokens pass.
+    router_jitter_noise: of training.
     """
 
     num_experts: int
     per_token: int
     intermediate_size: int
     is_normalised: bool = True
+    shared_size: int | None = None
     router_jitter_noise: float = 0.0
 
     def __post_init__(self) -> None:
         for size in ("num_experts", "per_token", "intermediate_size"):
             check_size(size, getattr(self, size))
+        if self.shared_size is not None:
+            check_size("shared_size", self.shared_size)
         if self.per_token > self.num_experts:
             raise ValueError(
                 f"a token cannot have {self.per_token} of num_experts={self.num_experts}"
@@ -202,10 +206,14 @@ def _divide(name: str, value: int, world_size: int) -> int:
 
 
 def _shard_experts(layer: Layer, world_size: int) -> Layer:
-    if layer.experts is None:
+    experts = layer.experts
+    if experts is None:
         return layer
-    share = _divide("intermediate_size of experts", layer.experts.intermediate_size, world_size)
-    return replace(layer, experts=replace(layer.experts, intermediate_size=share))
+    sizes = {"intermediate_size": experts.intermediate_size}
+    if experts.shared_size is not None:
+        sizes["shared_size"] = experts.shared_size
+    sizes = {name: _divide(f"{name} of experts", n, world_size) for name, n in sizes.items()}
+    return replace(layer, experts=replace(experts, **sizes))
 
 
 def token_ids(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -349,26 +357,45 @@ def _mixtral(f: Fields) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe(f: Fields) -> dict[str, Any]:
-    """Experts in every decoder_sparse_step-th layer, but for mlp_only_layers; either all layers
-    have a sliding window or none has.
-    """
+def _qwen_moe(f: Fields, window: int | None, shared_size: int | None = None) -> dict[str, Any]:
+    """Experts in every decoder_sparse_step-th layer, but for mlp_only_layers."""
     f.require_present("num_key_value_heads", "norm_topk_prob")
-    sizes, bias = _sizes(f), f.flag("attention_bias", False)
-    experts = _experts(f, f.size("moe_intermediate_size"), f.flag("norm_topk_prob", False))
-    layer = Layer(_window_of_all(f), _rotary(f, sizes["head_dim"]))
+    sizes, is_normalised = _sizes(f), f.flag("norm_topk_prob", False)
+    experts = _experts(f, f.size("moe_intermediate_size"), is_normalised, shared_size)
+    dense = Layer(window, _rotary(f, sizes["head_dim"]))
+    sparse = replace(dense, experts=experts)
     return sizes | {
-        "layers": tuple(
-            replace(layer, experts=experts) if is_sparse else layer for is_sparse in _sparsity(f)
-        ),
+        "layers": tuple(sparse if is_sparse else dense for is_sparse in _sparsity(f)),
         "activation": _activation(f.text("hidden_act", "silu")),
+    }
+
+
+def _qwen2_moe(f: Fields) -> dict[str, Any]:
+    """Beside the experts, a shared one. Without windows: only some layers would have them."""
+    f.must_be("use_sliding_window", False)
+    for unused in ("sliding_window", "max_window_layers"):
+        f.take(unused, None)
+    kinds = f.texts("layer_types", [])
+    if set(kinds) - {"full_attention"}:
+        raise ValueError(f"layer_types={kinds} is not served: only full_attention is")
+    bias = f.flag("qkv_bias", True)
+    shared_size = f.size("shared_expert_intermediate_size")
+    return _qwen_moe(f, None, shared_size) | {"qkv_bias": bias}
+
+
+def _qwen3_moe(f: Fields) -> dict[str, Any]:
+    """Either all layers have a sliding window or none has."""
+    bias = f.flag("attention_bias", False)
+    return _qwen_moe(f, _window_of_all(f)) | {
         "qkv_bias": bias,
         "out_bias": bias,
         "qk_norm": True,
     }
 
 
-def _experts(f: Fields, intermediate_size: int, is_normalised: bool) -> Experts:
+def _experts(
+    f: Fields, intermediate_size: int, is_normalised: bool, shared_size: int | None = None
+) -> Experts:
     """The number of experts has two names, of which transformers writes either."""
     f.take("output_router_logits", None)  # the coefficient and the logits are for a loss
     f.take("router_aux_loss_coef", None)
@@ -379,7 +406,8 @@ def _experts(f: Fields, intermediate_size: int, is_normalised: bool) -> Experts:
             f"{f.what} must have one of num_local_experts and num_experts, got {counts}"
         )
     per_token, noise = f.size("num_experts_per_tok"), f.non_negative("router_jitter_noise", 0.0)
-    return Experts(stated.pop(), per_token, intermediate_size, is_normalised, noise)
+    sizes = stated.pop(), per_token, intermediate_size
+    return Experts(*sizes, is_normalised, shared_size, noise)
 
 
 def _sparsity(f: Fields) -> list[bool]:
@@ -513,6 +541,7 @@ FAMILIES: dict[str, Callable[[Fields], dict[str, Any]]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "gemma": _gemma,
     "gemma2": _gemma2,

@@ -129,8 +129,9 @@ class ExpertsUp(nn.Module):
 
 
 class ExpertsDown(nn.Module):
-    """The second product of all experts, and the sum over the experts of a token. The weight holds
-    the rows of expert 0, then those of expert 1, and so on.
+    """The second product of all experts, and the sum over the experts of a token; `shared` is added
+    to it, so that ranks of tensor parallelism sum both at once. The weight holds the rows of expert
+    0, then those of expert 1, and so on.
     """
 
     weight: nn.Parameter
@@ -139,13 +140,35 @@ class ExpertsDown(nn.Module):
         super().__init__()
         self.weight = factory.empty(experts.num_experts * width, experts.intermediate_size)
 
-    def forward(self, rows: Tensor, groups: RowGroups, routing: Routing) -> Tensor:
-        return combine_rows(multiply_groups(rows, self.weight, groups), groups, routing)
+    def forward(
+        self, rows: Tensor, groups: RowGroups, routing: Routing, shared: Tensor | None
+    ) -> Tensor:
+        out = combine_rows(multiply_groups(rows, self.weight, groups), groups, routing)
+        return out if shared is None else out + shared
+
+
+class SharedExpert(nn.Module):
+    """An expert for all tokens, times the sigmoid of a gate: one number a token."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def __init__(self, config: ModelConfig, inner: int, factory: ParameterFactory):
+        super().__init__()
+        width, self.activation = config.hidden_size, config.activation
+        self.gate = Linear(width, 1, False, factory)
+        self.up = Linear(width, 2 * inner, False, factory)
+        self.down = Linear(inner, width, False, factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(x).sigmoid() * self.down(gated_activation(self.up(x), self.activation))
 
 
 class SparseMLP(nn.Module):
     """The experts of a layer and their router."""
 
+    shared: SharedExpert | None
     router: Linear
     up: ExpertsUp
     down: ExpertsDown
@@ -154,6 +177,8 @@ class SparseMLP(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.experts, self.activation = experts, config.activation
+        shared_size = experts.shared_size
+        self.shared = None if shared_size is None else SharedExpert(config, shared_size, factory)
         self.router = Linear(width, experts.num_experts, False, factory)
         self.up = ExpertsUp(width, experts, factory)
         self.down = ExpertsDown(width, experts, factory)
@@ -181,5 +206,6 @@ class SparseMLP(nn.Module):
         reads_sizes = torch.is_grad_enabled() or not self.is_recordable
         groups = group_rows(routing.experts, experts.num_experts, reads_sizes)
         inner = self.up(take_rows(tokens, groups, experts.per_token), groups)
-        out = self.down(gated_activation(inner, self.activation), groups, routing)
+        shared = None if self.shared is None else self.shared(tokens)
+        out = self.down(gated_activation(inner, self.activation), groups, routing, shared)
         return out.unflatten(0, x.shape[:-1])

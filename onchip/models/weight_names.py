@@ -75,7 +75,8 @@ class Target(NamedTuple):
 
 class WeightNames(NamedTuple):
     """The names of one family. qkv and up have one name per projection, or one for all of them.
-    expert_up and expert_down: of the expert with a number.
+    expert_up and expert_down: of the expert with a number; shared_up, shared_down and shared_gate:
+    of the one for all tokens.
     """
 
     prefix: str
@@ -96,6 +97,9 @@ class WeightNames(NamedTuple):
     router: str = ""
     expert_up: tuple[str, ...] = ()
     expert_down: str = ""
+    shared_up: tuple[str, ...] = ()
+    shared_down: str = ""
+    shared_gate: str = ""
 
 
 _LLAMA = WeightNames(
@@ -122,6 +126,9 @@ _QWEN_MOE = _LLAMA._replace(
     router="mlp.gate",
     expert_up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
     expert_down="mlp.experts.{}.down_proj",
+    shared_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    shared_down="mlp.shared_expert.down_proj",
+    shared_gate="mlp.shared_expert_gate",
 )
 # All experts of a layer in two tensors, as modules of transformers 5 have them.
 STACKED_ROUTER, STACKED_UP, STACKED_DOWN = (
@@ -149,6 +156,7 @@ NAMES = {
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
     "mixtral": _MIXTRAL,
+    "qwen2_moe": _QWEN_MOE,
     "qwen3_moe": _QWEN_MOE,
     "gemma": _LLAMA,
     "gemma2": _GEMMA2,
@@ -176,10 +184,14 @@ def targets(config: ModelConfig, prefixed: bool = True, stacked: bool = False) -
         yield from _layer(config, names, ours, theirs)
         if layer.experts is None:
             yield from _fused(names, _mlp(config, names), ours, theirs)
-        elif stacked:
-            yield from _stacked_experts(config.hidden_size, layer.experts, ours, theirs)
+            continue
+        if layer.experts.shared_size is not None:
+            shared = _shared_expert(width, layer.experts.shared_size, names)
+            yield from _fused(names, shared, ours, theirs)
+        if stacked:
+            yield from _stacked_experts(width, layer.experts, ours, theirs)
         else:
-            yield from _experts(config.hidden_size, layer.experts, names, ours, theirs)
+            yield from _experts(width, layer.experts, names, ours, theirs)
     yield from _norm(config, "norm", prefix + names.norm, width)
     if not config.tied:
         yield _whole("head", names.head, (config.vocab_size, width))
@@ -206,14 +218,16 @@ def _layer(config: ModelConfig, names: WeightNames, ours: str, theirs: str) -> I
 
 
 class _Projection(NamedTuple):
-    """name: of the decoder; sources: of the checkpoint; parts: the rows of each."""
+    """name: of the decoder; sources: of the checkpoint; parts: the rows of each; cut: as in
+    `Target`.
+    """
 
     name: str
     sources: tuple[str, ...]
     parts: tuple[int, ...]
     columns: int
     bias: bool
-    cut: int
+    cut: int | None
 
 
 def _attention(config: ModelConfig, names: WeightNames) -> Iterator[_Projection]:
@@ -228,6 +242,12 @@ def _mlp(config: ModelConfig, names: WeightNames) -> Iterator[_Projection]:
     up = (inner, inner) if config.gated else (inner,)
     yield _Projection("mlp.up", names.up, up, width, bias, 0)
     yield _Projection("mlp.down", (names.down,), (width,), inner, bias, 1)
+
+
+def _shared_expert(width: int, inner: int, names: WeightNames) -> Iterator[_Projection]:
+    yield _Projection("mlp.shared.gate", (names.shared_gate,), (1,), width, False, None)
+    yield _Projection("mlp.shared.up", names.shared_up, (inner, inner), width, False, 0)
+    yield _Projection("mlp.shared.down", (names.shared_down,), (width,), inner, False, 1)
 
 
 def _fused(
@@ -280,7 +300,7 @@ class FusedProjection(NamedTuple):
     parts: tuple[int, ...]
     transposed: bool
 
-    def targets(self, columns: int, bias: bool, cut: int) -> Iterator[Target]:
+    def targets(self, columns: int, bias: bool, cut: int | None) -> Iterator[Target]:
         shape = (sum(self.parts), columns)
         weight = self.pieces("weight")
         yield Target(f"{self.name}.weight", shape, weight, self.transposed, cut)

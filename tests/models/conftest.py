@@ -33,6 +33,14 @@ FAMILIES = {
     "qwen2-sliding": {**_SLIDING, "use_sliding_window": True, "max_window_layers": 1},
     "qwen3": {"head_dim": 20, "tie_word_embeddings": True},
     "mixtral": {**_SLIDING, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [2],
+    },
     "qwen3_moe": {
         "head_dim": 20,
         "num_experts": 6,

@@ -107,6 +107,7 @@ def test_unsupported_fields_of_a_family_are_refused(data, change, sentence):
         ("qwen3", "head_dim"),
         ("mixtral", "sliding_window"),
         ("mixtral", "num_key_value_heads"),
+        ("qwen2_moe", "norm_topk_prob"),
         ("qwen3_moe", "norm_topk_prob"),
         ("qwen3_moe", "num_experts_per_tok"),
         ("gemma", "head_dim"),
@@ -176,6 +177,8 @@ GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab
 TIED = {"tie_word_embeddings": True}
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
 QWEN3_MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+QWEN2_MOE = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+QWEN2_MOE |= {"norm_topk_prob": False, "shared_expert_intermediate_size": 5632}
 QWEN3_MOE |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
@@ -195,6 +198,10 @@ QWEN3_MOE |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers
             46_702_792_704,
         ),
         (
+            published("qwen2_moe", (24, 2048, 5632, 16, 16, 128, 151936), **QWEN2_MOE),
+            14_315_784_192,
+        ),
+        (
             published("qwen3_moe", (48, 2048, 6144, 32, 4, 128, 151936), **QWEN3_MOE),
             30_532_122_624,
         ),
@@ -211,6 +218,7 @@ QWEN3_MOE |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers
         "Qwen2.5-0.5B",
         "Qwen3-0.6B",
         "Mixtral-8x7B-v0.1",
+        "Qwen1.5-MoE-A2.7B",
         "Qwen3-30B-A3B",
         "Gemma-2B",
         "Gemma-2-2B",

@@ -153,6 +153,7 @@ def test_the_gradient_is_the_derivative(llama):
         ("mistral", {"sliding_window": 8}),
         ("mixtral", {"num_experts_per_tok": 3}),
         ("mixtral", {"sliding_window": 8}),
+        ("qwen2_moe", {"norm_topk_prob": True}),
         ("qwen3_moe", {"norm_topk_prob": True}),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 7}),
         ("gemma2", {"attn_logit_softcapping": None}),

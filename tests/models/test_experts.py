@@ -26,8 +26,13 @@ CASES = [
     ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [0], "attention_bias": True}),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 7}),
     ("qwen3_moe", {"num_experts": 64, "num_experts_per_tok": 1, "num_key_value_heads": 4}),
+    ("qwen2_moe", {}),
+    ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": []}),
+    ("qwen2_moe", {"decoder_sparse_step": 2, "qkv_bias": False}),
+    ("qwen2_moe", {"num_experts": 64, "num_experts_per_tok": 1}),
+    ("qwen2_moe", {"num_experts_per_tok": 6, "shared_expert_intermediate_size": 8}),
 ]
-FAMILIES = ["mixtral", "qwen3_moe"]
+FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe"]
 
 
 def made(family, seed=0, dtype=torch.float32, **change):
@@ -66,7 +71,7 @@ def test_an_engine_gives_the_greedy_tokens_of_transformers(case, twin, tmp_path)
     assert [list(output.outputs[0].token_ids) for output in outputs] == theirs
 
 
-@pytest.mark.parametrize("case", [0, 3, 5, 6, 7])
+@pytest.mark.parametrize("case", [0, 3, 5, 6, 7, 10])
 def test_gradients_are_those_of_transformers(case, twin):
     family, change = CASES[case]
     decoder = made(family, seed=case, **change)
@@ -112,6 +117,10 @@ def plain(layer, x):
         for weight, i in zip(weights, chosen, strict=True):
             gate, wide = (up[i] @ token).chunk(2)
             out[t] += weight * (down[i] @ (F.silu(gate) * wide))
+        if layer.shared is not None:
+            gate, wide = (layer.shared.up.weight @ token).chunk(2)
+            one = layer.shared.down.weight @ (F.silu(gate) * wide)
+            out[t] += (layer.shared.gate.weight @ token).sigmoid() * one
     return out
 
 
@@ -262,11 +271,21 @@ def test_a_shard_has_a_part_of_every_expert(family, stacked, twin, tmp_path):
     down = [share.down.weight for share in shares]
     assert torch.equal(torch.cat(down, 1), layer.down.weight)
     assert all(torch.equal(share.router.weight, layer.router.weight) for share in shares)
+    if layer.shared is not None:
+        shared = [share.shared for share in shares]
+        up = [share.up.weight.view(2, -1, 48) for share in shared]
+        assert torch.equal(torch.cat(up, 1).flatten(0, 1), layer.shared.up.weight)
+        down = [share.down.weight for share in shared]
+        assert torch.equal(torch.cat(down, 1), layer.shared.down.weight)
+        assert all(torch.equal(share.gate.weight, layer.shared.gate.weight) for share in shared)
 
 
 def test_experts_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="intermediate_size of experts=25 cannot be divided"):
         ModelConfig.from_hf(fields("qwen3_moe") | {"moe_intermediate_size": 25}).shard(2)
+    shared = {"shared_expert_intermediate_size": 41}
+    with pytest.raises(ValueError, match="shared_size of experts=41 cannot be divided"):
+        ModelConfig.from_hf(fields("qwen2_moe") | shared).shard(2)
 
 
 def test_noise_of_training_is_refused_with_gradients_alone():
@@ -288,6 +307,14 @@ def test_noise_of_training_is_refused_with_gradients_alone():
         ("mixtral", {"router_jitter_noise": -1}, "must be a number of at least 0"),
         ("mixtral", {"norm_topk_prob": True}, "norm_topk_prob=True"),
         ("mixtral", {"shared_expert_intermediate_size": 24}, "shared_expert_intermediate_size=24"),
+        ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("qwen2_moe", {"layer_types": ["sliding_attention"] * 3}, "only full_attention is"),
+        (
+            "qwen2_moe",
+            {"shared_expert_intermediate_size": None},
+            "has no shared_expert_intermediate_size",
+        ),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 24}, "size=24"),
         ("qwen3_moe", {"moe_intermediate_size": None}, "has no moe_intermediate_size"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         ("qwen3_moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers=.* must be a list of integers"),
@@ -311,4 +338,6 @@ def test_experts_have_no_biases_and_are_gated():
             replace(sparse, **change)
     with pytest.raises(ValueError, match="num_experts=0 must be an integer"):
         Experts(0, 1, 24)
+    with pytest.raises(ValueError, match="shared_size=0 must be an integer"):
+        Experts(2, 1, 24, shared_size=0)
     assert config.MAX_EXPERTS > 94 * 128  # Qwen3-235B-A22B

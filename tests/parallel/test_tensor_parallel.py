@@ -33,6 +33,10 @@ QWEN3 |= {"model_type": "qwen3", "head_dim": 20, "tie_word_embeddings": True}
 MIXTRAL = {k: v for k, v in LLAMA.items() if not k.endswith("bias")}
 MIXTRAL |= {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2}
 MIXTRAL |= {"sliding_window": None}
+QWEN2_MOE = {k: v for k, v in LLAMA.items() if not k.endswith("_bias")}
+QWEN2_MOE |= {"model_type": "qwen2_moe", "num_experts": 5, "num_experts_per_tok": 2}
+QWEN2_MOE |= {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+QWEN2_MOE |= {"norm_topk_prob": False, "mlp_only_layers": [0]}
 GPT2 = {"model_type": "gpt2", "vocab_size": 131, "n_embd": 48, "n_layer": 2, "n_head": 4}
 GPT2 |= {"n_positions": 64}
 
@@ -54,6 +58,7 @@ def run_ranks(folder, world_size):
 def test_two_ranks_equal_one(tmp_path):
     """gloo, fp64, biases that must be added once, over whole sequences and over pages."""
     families = {"llama": LLAMA, "qwen3": QWEN3, "mixtral": MIXTRAL, "gpt2": GPT2}
+    families["qwen2_moe"] = QWEN2_MOE
     for name, data in families.items():
         config = ModelConfig.from_hf(data)
         models.save(random_model(config, seed=1, dtype=torch.float64), tmp_path / name)
