@@ -10,6 +10,7 @@ What one launch computes, by what the model is and what the step has:
                                  LayerNorm and longer rows: the norm is a launch of its own
     activation after a product   of a gate; an activation without one is a launch of its own
     norms after attention, MLP   a launch of its own
+    experts                      torch's products, but for the router and a shared expert
 """
 
 from collections.abc import Iterator

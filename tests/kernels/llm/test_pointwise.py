@@ -37,7 +37,18 @@ FAMILIES = {
     },
     "phi3": {"hidden_size": 60, "partial_rotary_factor": 0.5, "pad_token_id": 0},
 }
-MORE = {"qwen2": {"hidden_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}}
+MORE = {
+    "qwen2": {"hidden_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "qwen2_moe": {
+        "hidden_size": 48,
+        "num_attention_heads": 2,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 20,
+        "norm_topk_prob": True,
+    },
+}
 SIZES = [  # num_heads, num_kv_heads, head_dim, turned elements, page_size
     (1, 1, 1, 0, 1),
     (4, 2, 64, 64, 16),
@@ -260,7 +271,9 @@ def steps(model, page_size):
 
 
 @interpreted_or_gpu
-@pytest.mark.parametrize("family", FAMILIES if INTERPRETED else [*FAMILIES, "qwen2", "gpt2"])
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, "qwen2_moe", *(() if INTERPRETED else ("qwen2", "gpt2"))]
+)
 @torch.no_grad()
 def test_a_decoder_with_fused_kernels_equals_the_decoder(kernels, monkeypatch, family):
     model = random_model(config_of(family), seed=3, device=DEVICE)

@@ -193,9 +193,10 @@ FORMS = {  # family: calls of norm_product and of product in a layer of a step
     "gemma2": (2, 2),  # post norms, offset 1
     "qwen2": (2, 2),  # biases
     "phi3": (2, 2),
+    "qwen2_moe": (1, 5),  # of the experts only the router and the shared one
     "gpt2": (0, 4),  # LayerNorm, no gate
 }
-FEW_FORMS = ("qwen3", "gemma2", "gpt2") if INTERPRETED else tuple(FORMS)
+FEW_FORMS = ("qwen3", "gemma2", "qwen2_moe", "gpt2") if INTERPRETED else tuple(FORMS)
 
 
 @interpreted_or_gpu
