@@ -3,7 +3,7 @@ other causal language model through transformers.
 """
 
 from . import builtin
-from .config import FAMILIES, Layer, ModelConfig
+from .config import FAMILIES, Experts, Layer, ModelConfig
 from .decoder import Decoder, positions_of
 from .folders import about, is_native, resolve
 from .foreign import Foreign, ForeignCheckpoint, inspect_foreign, load_foreign
@@ -16,6 +16,7 @@ __all__ = [
     "FAMILIES",
     "Checkpoint",
     "Decoder",
+    "Experts",
     "Foreign",
     "ForeignCheckpoint",
     "Layer",

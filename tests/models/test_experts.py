@@ -9,8 +9,16 @@ from torch.nn import functional as F
 from onchip import LLM, SamplingParams, UnsupportedError, models
 from onchip.core.device import DeviceInfo
 from onchip.engine import cuda_graphs
-from onchip.models import ModelConfig, Shard, config, experts, loader, random_model, safetensors
-from onchip.models.config import Experts
+from onchip.models import (
+    Experts,
+    ModelConfig,
+    Shard,
+    config,
+    experts,
+    loader,
+    random_model,
+    safetensors,
+)
 from onchip.models.weight_names import targets
 from tests.models.conftest import fields
 
