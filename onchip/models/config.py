@@ -385,6 +385,7 @@ def _qwen2_moe(f: Fields) -> dict[str, Any]:
 
 def _qwen3_moe(f: Fields) -> dict[str, Any]:
     """Either all layers have a sliding window or none has."""
+    f.must_be("use_qk_norm", True)
     bias = f.flag("attention_bias", False)
     return _qwen_moe(f, _window_of_all(f)) | {
         "qkv_bias": bias,

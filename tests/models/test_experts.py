@@ -323,6 +323,8 @@ def test_noise_of_training_is_refused_with_gradients_alone():
             "has no shared_expert_intermediate_size",
         ),
         ("qwen3_moe", {"shared_expert_intermediate_size": 24}, "size=24"),
+        ("qwen3_moe", {"use_qk_norm": False}, "only True is"),
+        ("qwen3_moe", {"qkv_bias": True}, "qkv_bias=True"),
         ("qwen3_moe", {"moe_intermediate_size": None}, "has no moe_intermediate_size"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         ("qwen3_moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers=.* must be a list of integers"),
@@ -337,6 +339,18 @@ def test_noise_of_training_is_refused_with_gradients_alone():
 def test_unsupported_fields_are_refused(family, change, sentence):
     with pytest.raises(ValueError, match=sentence):
         ModelConfig.from_hf(fields(family) | change)
+
+
+def test_fields_of_published_files_that_change_nothing_are_read():
+    """Of Qwen3-Coder-30B-A3B-Instruct, Qwen1.5-MoE-A2.7B and Mixtral-8x7B."""
+    unused = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+    windows = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 28}
+    qwen3 = {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}
+    cases = {"qwen3_moe": qwen3 | windows, "qwen2_moe": windows | {"sliding_window": 32768}}
+    cases["mixtral"] = {"router_jitter_noise": 0.0, "torch_dtype": "bfloat16"}
+    for family, more in cases.items():
+        plain = fields(family)
+        assert ModelConfig.from_hf(plain | unused | more) == ModelConfig.from_hf(plain)
 
 
 def test_experts_have_no_biases_and_are_gated():
