@@ -247,6 +247,7 @@ SPLIT_MOST_WAVES = 4  # programs that a processor can run at once: registers of 
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program and its share of the merge
 FIXED_KEYS = 1024  # per split, if splits must not depend on the batch
 TRITON_STREAMED = _T(16, 0, 4, 1)  # delta: bound by memory, any tile of some kB will do
+FOLD_ROWS_WIDE = 4  # of 512 columns: 8 rows of four states and their sum spill (ptxas, 2026-11-19)
 TRITON_MERGE = _T(0, 32, 4, 1)  # splits at a time: one after the other, each would cost a latency
 TRITON_NORM = _T(0, 8, 16, 1)  # elements of a thread: 16 bytes of each tensor; at most 16 warps
 TRITON_PLACE = _T(4, 0, 1, 1)  # heads of a token: 16 elements of a thread at head_dim 128

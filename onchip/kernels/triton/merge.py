@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.core.device import device_info
 from onchip.kernels.runtime.launcher import CachedLauncher
-from onchip.kernels.tiles import TRITON_STREAMED
+from onchip.kernels.tiles import FOLD_ROWS_WIDE, TRITON_STREAMED
 from onchip.kernels.triton.launch import dependent_options, launch_options, padded
 from onchip.kernels.triton.splits import RECORD
 from onchip.kernels.triton.tile import LN2, LOG2E, round_to
@@ -268,13 +268,14 @@ def fold(own: State, parts: Sequence[tuple[int, Tensor, Tensor]], fresh: bool = 
     (out, lse), absent = own, MOST_FOLDED - len(parts)
     batch, seqlen, num_heads, head_dim_v = out.shape
     starts, outs, lses = zip(*parts, strict=True) if parts else ((), (), ())
-    num_rows, tile_m = batch * seqlen * num_heads, TRITON_STREAMED.tile_m
+    num_rows, pad = batch * seqlen * num_heads, padded(head_dim_v)
     if not num_rows:
         return
+    tile_m = TRITON_STREAMED.tile_m if pad < 512 else FOLD_ROWS_WIDE
     states = [[t.contiguous() for t in each] + [None] * absent for each in (outs, lses)]
     lengths = [[*each] + [0] * absent for each in (starts, (t.shape[1] for t in outs))]
     _fold_kernel[(triton.cdiv(num_rows, tile_m),)](
         out, lse, *states[0], *states[1], num_heads, num_rows, seqlen, *lengths[0], *lengths[1],
-        HEAD_DIM_V=head_dim_v, PAD_DIM_V=padded(head_dim_v), TILE_M=tile_m, FRESH=fresh,
+        HEAD_DIM_V=head_dim_v, PAD_DIM_V=pad, TILE_M=tile_m, FRESH=fresh,
         **launch_options(TRITON_STREAMED),
     )  # fmt: skip

@@ -303,11 +303,12 @@ def test_stacks_of_states_are_read_sixteen_bytes_at_a_time(launches, arch):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
-def test_states_of_rounds_are_read_sixteen_bytes_at_a_time(launches, arch):
+@pytest.mark.parametrize("dim", [128, 512])
+def test_states_of_rounds_are_read_sixteen_bytes_at_a_time(launches, arch, dim):
     from onchip.kernels.triton.merge import fold
 
-    part = torch.zeros(1, 32, 32, 128), torch.zeros(1, 32, 32)
-    own = torch.zeros(1, 64, 32, 128), torch.zeros(1, 32, 64, dtype=torch.float64)
+    part = torch.zeros(1, 32, 32, dim), torch.zeros(1, 32, 32)
+    own = torch.zeros(1, 64, 32, dim), torch.zeros(1, 32, 64, dtype=torch.float64)
     for count in (1, 3, 4):
         fold(own, [(32, *part)] * count, fresh=count == 4)
     assert len(launches) == 3

@@ -473,7 +473,7 @@ def test_stacks_of_states_merge_as_in_state_py(counts, tokens_first):
 @pytest.mark.parametrize(
     "spans", [[(0, 13)], [(5, 13), (0, 1)], [(0, 13), (2, 6), (12, 13), (4, 5)]]
 )
-@pytest.mark.parametrize("head_dim_v", [20, 64])
+@pytest.mark.parametrize("head_dim_v", [20, 64, 300])
 def test_states_of_some_tokens_fold_in_place_as_in_state_py(spans, head_dim_v):
     """Rows that saw no key in some of them, or in all; entries of a batch."""
     from onchip.core.state import merge_out_lse
