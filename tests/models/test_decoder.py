@@ -90,6 +90,24 @@ def test_pages_in_any_chunks_equal_whole_sequences(data, page_size):
         torch.testing.assert_close(torch.cat(part), whole, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("head_dim", [320, 512])
+@torch.no_grad()
+def test_wide_heads(llama, head_dim, tmp_path):
+    """Equal to transformers' model over a whole sequence, and to itself over pages, token by token
+    in the end.
+    """
+    decoder = random_model(ModelConfig.from_hf(llama | {"head_dim": head_dim}), seed=5)
+    text = tokens(1, 23)
+    whole = decoder.full(text)
+    theirs = twin(decoder, tmp_path)(text).logits
+    torch.testing.assert_close(decoder.logits(whole), theirs, rtol=0, atol=1e-5)
+    cache = new_cache(decoder, 4)
+    sequence = cache.open()
+    chunks = [text[0, :20].tolist(), *text[0, 20:, None].tolist()]
+    rows = [advance(decoder, cache, [sequence], [chunk])[0] for chunk in chunks]
+    torch.testing.assert_close(torch.cat(rows), whole[0], rtol=0, atol=1e-5)
+
+
 @torch.no_grad()
 def test_packed_sequences_equal_separate_ones(data):
     decoder = random_model(ModelConfig.from_hf(data), seed=3, dtype=torch.float64)
