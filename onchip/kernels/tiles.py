@@ -162,21 +162,25 @@ TRITON_FP32 = _triton_rows(
 )
 # Padded head_dim 512 in 16 bits, with any mask and score option, on any device. By ptxas and LLVM
 # reports with all options (2026-11-19, Triton 3.9, sm_80 and gfx942), not timed: tiles that fit
-# 99 kB (AMD: 64 kB) and spill nothing, but in dbias, where 13 % of the loop are spills (AMD: 2
-# registers). On AMD, 8 warps spill 137 registers in dkdv and 56 in dq. decode: tile_m is the most
-# rows, queries x heads of a group, of a program.
+# 99 kB (AMD: 64 kB) and spill nothing in their loops, but in dbias, 7 of 917 instructions (AMD: 2
+# registers). Tiles of 64 queries, for warpgroup products, spill on sm_90. On AMD, 32 keys spill in
+# the forward and in decoding, and so do 8 warps in dkdv and dq. decode: tile_m is the most rows,
+# queries x heads of a group, of a program.
 TRITON_WIDE = {
-    ("forward", 512): _T(32, 16, 8, 1),
+    ("forward", 512): _T(32, 32, 8, 1),
     ("dkdv", 512): _T(16, 16, 8, 1),
-    ("dq", 512): _T(16, 16, 8, 1),
-    ("dbias", 512): _T(16, 16, 8, 1),
-    ("decode", 512): _T(32, 16, 8, 1),
-    ("chunk", 512): _T(32, 16, 8, 1),
+    ("dq", 512): _T(16, 32, 8, 1),
+    ("dbias", 512): _T(16, 64, 8, 1),
+    ("decode", 512): _T(32, 32, 8, 1),
+    ("chunk", 512): _T(32, 32, 8, 1),
 }
-TRITON_WIDE_AMD = TRITON_WIDE | {
+TRITON_WIDE_AMD = {
+    ("forward", 512): _T(32, 16, 8, 1),
     ("dkdv", 512): _T(16, 16, 4, 1),
     ("dq", 512): _T(16, 16, 4, 1),
     ("dbias", 512): _T(16, 16, 4, 1),
+    ("decode", 512): _T(32, 16, 8, 1),
+    ("chunk", 512): _T(32, 16, 8, 1),
 }
 # By itemsize: those of 8-bit pages, of 16-bit numbers, of fp32. fp32 of 512 columns needs 129 kB in
 # dkdv, and spills on AMD throughout; 8-bit pages have no tiles yet.
