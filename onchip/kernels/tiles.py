@@ -161,11 +161,12 @@ TRITON_FP32 = _triton_rows(
     dbias=(_T(32, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
 )
 # Padded head_dim 512 in 16 bits, with any mask and score option, on any device. By ptxas and LLVM
-# reports with all options (2026-11-19, Triton 3.9, sm_80 and gfx942), not timed: tiles that fit
-# 99 kB (AMD: 64 kB) and spill nothing in their loops, but in dbias, 7 of 917 instructions (AMD: 2
-# registers). Tiles of 64 queries, for warpgroup products, spill on sm_90. On AMD, 32 keys spill in
-# the forward and in decoding, and so do 8 warps in dkdv and dq. decode: tile_m is the most rows,
-# queries x heads of a group, of a program.
+# reports (2026-11-19, Triton 3.9, sm_80 to sm_120, gfx942, gfx950), not timed: tiles that fit 99 kB
+# (AMD: 64 kB). Causal calls spill nothing. With all options and a mask, gfx942 spills 41 registers
+# in dkdv and 17 in dbias; NVIDIA spills at most 61 instructions of a kernel, on sm_80 7 of them in
+# the loop of dbias, none in other loops. Tiles of 64 queries, for warpgroup products, spill on
+# sm_90. On AMD, 32 keys spill in the forward and in decoding, and so do 8 warps in dkdv and dq.
+# decode: tile_m is the most rows, queries x heads of a group, of a program.
 TRITON_WIDE = {
     ("forward", 512): _T(32, 32, 8, 1),
     ("dkdv", 512): _T(16, 16, 8, 1),
