@@ -357,41 +357,48 @@ def _mixtral(f: Fields) -> dict[str, Any]:
     }
 
 
-def _qwen_moe(f: Fields, window: int | None, shared_size: int | None = None) -> dict[str, Any]:
-    """Experts in every decoder_sparse_step-th layer, but for mlp_only_layers."""
+def _qwen_moe(
+    f: Fields, layers: tuple[Layer, ...], shared_size: int | None = None
+) -> dict[str, Any]:
+    """Experts in every decoder_sparse_step-th of the layers, but for mlp_only_layers."""
     f.require_present("num_key_value_heads", "norm_topk_prob")
     sizes, is_normalised = _sizes(f), f.flag("norm_topk_prob", False)
     experts = _experts(f, f.size("moe_intermediate_size"), is_normalised, shared_size)
-    dense = Layer(window, _rotary(f, sizes["head_dim"]))
-    sparse = replace(dense, experts=experts)
+    pairs = zip(layers, _sparsity(f), strict=True)
     return sizes | {
-        "layers": tuple(sparse if is_sparse else dense for is_sparse in _sparsity(f)),
+        "layers": tuple(replace(l, experts=experts) if sparse else l for l, sparse in pairs),
         "activation": _activation(f.text("hidden_act", "silu")),
     }
 
 
 def _qwen2_moe(f: Fields) -> dict[str, Any]:
-    """Beside the experts, a shared one. Without windows: only some layers would have them."""
-    f.must_be("use_sliding_window", False)
-    for unused in ("sliding_window", "max_window_layers"):
-        f.take(unused, None)
-    kinds = f.texts("layer_types", [])
-    if set(kinds) - {"full_attention"}:
-        raise ValueError(f"layer_types={kinds} is not served: only full_attention is")
+    """Beside the experts, a shared one. Of the first max_window_layers layers every other has a
+    sliding window, if windows are used at all.
+    """
+    count, window, end = _num_layers(f), None, f.take("max_window_layers", 28)
+    if f.flag("use_sliding_window", False):
+        f.require_present("sliding_window", "max_window_layers")
+        window = f.size("sliding_window")
+    else:
+        f.take("sliding_window", None)
+    if type(end) is not int:
+        raise ValueError(f"max_window_layers={end!r} must be an integer")
+    slides = lambda i: window is not None and i < end and i % 2 == 0
+    default = ["sliding_attention" if slides(i) else "full_attention" for i in range(count)]
+    rotary = _rotary(f, _sizes(f)["head_dim"])
+    kinds = dict.fromkeys(("sliding_attention", "full_attention"), rotary)
+    layers = _patterned(f, window, default, kinds)
     bias = f.flag("qkv_bias", True)
     shared_size = f.size("shared_expert_intermediate_size")
-    return _qwen_moe(f, None, shared_size) | {"qkv_bias": bias}
+    return _qwen_moe(f, layers, shared_size) | {"qkv_bias": bias}
 
 
 def _qwen3_moe(f: Fields) -> dict[str, Any]:
     """Either all layers have a sliding window or none has."""
     f.must_be("use_qk_norm", True)
-    bias = f.flag("attention_bias", False)
-    return _qwen_moe(f, _window_of_all(f)) | {
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "qk_norm": True,
-    }
+    bias, rotary = f.flag("attention_bias", False), _rotary(f, _sizes(f)["head_dim"])
+    layers = (Layer(_window_of_all(f), rotary),) * _num_layers(f)
+    return _qwen_moe(f, layers) | {"qkv_bias": bias, "out_bias": bias, "qk_norm": True}
 
 
 def _experts(
