@@ -269,6 +269,23 @@ def test_latent_values_are_the_first_columns_of_the_keys(kernel, form, seqlen_q)
         torch.testing.assert_close(a, c, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("head_dim, latent", [(96, 64), (320, 256), (576, 512)])
+@pytest.mark.parametrize("seqlen_q", [1, 70])
+def test_latent_pages_of_16_bits(seqlen_q, head_dim, latent, device):
+    """16 heads over one, by the accuracy rule."""
+    lengths = [200, 71, 330]
+    sizes = {"num_heads": 16, "num_kv_heads": 1, "head_dim": head_dim, "dtype": torch.bfloat16}
+    packed = make_packed([seqlen_q] * 3, lengths, device=device, **sizes)
+    k_pages, _, table, seqlens = make_pages(packed.k, packed.k, packed.cu_seqlens_k, 16)
+    q = packed.q.unflatten(0, (3, seqlen_q))
+    call = {"return_lse": True, "softmax_scale": 0.07}
+    out, lse = onchip.paged_attention(q, k_pages, None, table, seqlens, latent=latent, **call)
+    got = out.flatten(0, 1), lse.movedim(0, 1).flatten(1)
+    call |= packed.options | {"causal": True}
+    assert_accurate(got, packed.q, packed.k, packed.k[..., :latent], **call)
+
+
 def test_absorbed_latent_attention():
     """DeepSeek-V3's sizes: keys and values of each head are products of 512 latent columns; 64
     columns of the keys are rotated and common to all heads.

@@ -31,6 +31,14 @@ CALLS = {
         {"window_size": (100, 7), "sinks": True},
     ),
     "wide": ({"num_heads": 2, "head_dim": 256, "dtype": BF16}, {"causal": True}),
+    "widest": (
+        {"num_heads": 4, "num_kv_heads": 2, "head_dim": 512, "dtype": BF16},
+        {"causal": True},
+    ),
+    "320 and 264": (
+        {"num_heads": 2, "head_dim": 320, "head_dim_v": 264, "dtype": FP16},
+        {"window_size": (100, 7), "sinks": True, "softcap": 5.0, "bias": (0, 1, 1)},
+    ),
     "fp32": ({"num_heads": 2, "head_dim": 64, "dtype": FP32}, {"causal": True}),
     "mask": (GQA64, {"mask": DOCUMENT, "causal": True}),
     "everything": ({"num_heads": 2, "head_dim": 64, "dtype": FP16}, EVERYTHING),
@@ -84,19 +92,20 @@ def test_odd_lengths(poisoned_memory, name, lengths):
     _judge(name, lengths)
 
 
-@pytest.mark.parametrize("name", ("causal", "dense", "wide"))
+@pytest.mark.parametrize("name", ("causal", "dense", "wide", "widest"))
 def test_outliers(name):
     _judge(name, (1023, 1023), distribution="outlier")
 
 
-@pytest.mark.parametrize("name", ("causal", "window", "mask"))
+@pytest.mark.parametrize("name", ("causal", "window", "mask", "320 and 264"))
 def test_nan_around_the_tensors(name):
     _judge(name, (111, 799), layout=ot.poison_neighbours)
 
 
+@pytest.mark.parametrize("head_dim", (128, 320, 512))
 @pytest.mark.parametrize("lengths", ((1, 799), (1, 20000), (3, 2049)), ids=str)
-def test_few_queries(lengths):
-    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "dtype": BF16}
+def test_few_queries(lengths, head_dim):
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_dim": head_dim, "dtype": BF16}
     q, k, v = ot.make_qkv(2, *lengths, device="cuda", **sizes)
     sinks = torch.randn(8, device="cuda")
     call = {"kernel": "triton", "return_lse": True}
