@@ -110,7 +110,7 @@ def test_importing_onchip_needs_torch_alone():
         (["explain", "--window", "-1", "0"], "-1 must be none (unbounded) or at least 0"),
         (["explain", "--window", "none", "x"], "x must be none"),
         (["explain", "--dropout", "1.5"], "dropout_p"),
-        (["explain", "--head-dim", "300"], "300"),
+        (["explain", "--head-dim", "577"], "577"),
         (["explain", "--device", "nonsense"], "nonsense"),
         (["explain", "--device", "cuda:99"], "cuda:99"),
         (["explain", "--seqlen", "0"], "at least 1"),

@@ -145,6 +145,9 @@ def test_every_table_is_searched_on_the_devices_that_use_it():
     tables = {name for name in tables if name.startswith(("HOPPER_", "TRITON_"))}
     assert names(9, 0) | names(8, 0) | names(12, 0) | names() == tables - {
         "TRITON_CHUNK",
+        "TRITON_COLUMNS",
+        "TRITON_WIDE",
+        "TRITON_WIDE_AMD",
         "TRITON_CHUNK_AMD",
         "TRITON_DECODE_99KB",
         "TRITON_DECODE_AMD",

@@ -697,7 +697,10 @@ class TestRun:
         args = [self.q, *self.pages]
         args[place] = None
         plan = self.plan if planned else None
-        with pytest.raises(ValueError, match=f"{name} must be a torch.Tensor, got NoneType"):
+        sentence = (
+            "v_pages is None" if place == 2 else f"{name} must be a torch.Tensor, got NoneType"
+        )
+        with pytest.raises(ValueError, match=sentence):
             onchip.cascade_attention(*args, self.table, self.seqlens, plan=plan)
 
 
