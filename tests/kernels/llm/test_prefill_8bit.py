@@ -15,7 +15,7 @@ from onchip.models import ModelConfig, decoder, pointwise, positions_of, random_
 from onchip.models.rotary import Rotary, cos_sin, rotate
 from onchip.quant.recipes import RECIPES
 from onchip.testing import make_pages, rmse
-from tests.interpreted import DEVICE, INTERPRETED, interpreted_or_gpu
+from tests.interpreted import DEVICE, INTERPRETED, interpreted_or_gpu, mark_slow_except
 
 pytest.importorskip("triton")
 from onchip.kernels.llm import pointwise as kernels  # noqa: E402
@@ -162,7 +162,7 @@ def run_step(model, kv_dtype, kernel):
 
 @pytest.mark.interpreted
 @pytest.mark.skipif(not INTERPRETED, reason="the stand-in runs the reference, on the CPU")
-@pytest.mark.parametrize("kv_dtype", [None, "fp8"])
+@pytest.mark.parametrize("kv_dtype", mark_slow_except((0,), [None, "fp8"]))
 @torch.no_grad()
 def test_a_decoder_with_fused_chunks_equals_the_decoder(monkeypatch, kv_dtype):
     model = random_model(ModelConfig.from_hf(CONFIG), seed=3)
