@@ -40,7 +40,7 @@ class Routing(NamedTuple):
 class RowGroups(NamedTuple):
     """Rows sorted by expert. choices: of each row, token * per_token + i if it is for the i-th
     expert of that token, int64 (rows,). ends: of the rows of each expert, int32 (num_experts,).
-    sizes: how many rows each expert has; None if only the device knows.
+    sizes: how many rows each expert has; None if the host has not read them.
     """
 
     choices: Tensor
@@ -86,8 +86,8 @@ def take_rows(x: Tensor, groups: RowGroups, per_token: int) -> Tensor:
 
 
 def has_grouped_product(device: torch.device, dtype: torch.dtype, inner: int) -> bool:
-    """Whether torch multiplies groups whose sizes only the device knows, with rows of `inner`
-    numbers: elsewhere its grouped product reads the sizes on the host.
+    """Whether torch multiplies groups without their sizes on the host, with rows of `inner`
+    numbers: elsewhere its grouped product reads the sizes there.
     """
     if device.type != "cuda" or dtype != torch.bfloat16 or inner % _ALIGNED:
         return False
@@ -114,7 +114,7 @@ def combine_rows(rows: Tensor, groups: RowGroups, routing: Routing) -> Tensor:
 
 class ExpertsUp(nn.Module):
     """Gate and up of all experts. The weight holds the rows of gate, then up, of expert 0, then
-    those of expert 1, and so on.
+    of expert 1, and so on.
     """
 
     weight: nn.Parameter
@@ -131,7 +131,7 @@ class ExpertsUp(nn.Module):
 class ExpertsDown(nn.Module):
     """The second product of all experts, and the sum over the experts of a token; `shared` is added
     to it, so that ranks of tensor parallelism sum both at once. The weight holds the rows of expert
-    0, then those of expert 1, and so on.
+    0, then of expert 1, and so on.
     """
 
     weight: nn.Parameter
@@ -185,7 +185,7 @@ class SparseMLP(nn.Module):
 
     @property
     def idle_weights(self) -> int:
-        """The number of weights that a token is not multiplied with: those of other experts."""
+        """The number of weights that a token is not multiplied with: of other experts."""
         count, per_token = self.experts.num_experts, self.experts.per_token
         return (self.up.weight.numel() + self.down.weight.numel()) // count * (count - per_token)
 
