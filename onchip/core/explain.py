@@ -356,9 +356,8 @@ def _prepare_paged(x: Tensors, max_seqlen_q: int | None, options: dict) -> tuple
         raise TypeError(f"paged_attention() has no option {unknown[0]!r}")
     scalars = _scalars(options, causal=True)
     x = x._replace(q=paged.autocast_queries(x.q, x.k), **tensors)
-    if x.v is None or latent is not None:
-        v, v_scales = paged.latent_values(x.k, x.v, x.k_scales, x.v_scales, latent)
-        x = x._replace(v=v, v_scales=v_scales)
+    v, v_scales = paged.find_values(x.k, x.v, x.k_scales, x.v_scales, latent)
+    x = x._replace(v=v, v_scales=v_scales)
     if torch.are_deterministic_algorithms_enabled():
         scalars = scalars._replace(deterministic=True)
     problem = paged.describe(x, scalars, max_seqlen_q)

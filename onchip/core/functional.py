@@ -312,8 +312,7 @@ def paged_attention(
         return_lse=return_lse,
         precision=precision,
     )
-    if v_pages is None or latent is not None:
-        v_pages, v_scales = paged.latent_values(k_pages, v_pages, k_scales, v_scales, latent)
+    v_pages, v_scales = paged.find_values(k_pages, v_pages, k_scales, v_scales, latent)
     x = Tensors(
         paged.autocast_queries(q, k_pages),
         k_pages,
@@ -380,8 +379,7 @@ def cascade_attention(
     if plan is not None and cu_seqlens_q is not None:
         raise ValueError("the plan holds the lengths of the queries: give plan or cu_seqlens_q")
     check_flag("return_lse", return_lse)
-    if v_pages is None or latent is not None:
-        v_pages, v_scales = paged.latent_values(k_pages, v_pages, k_scales, v_scales, latent)
+    v_pages, v_scales = paged.find_values(k_pages, v_pages, k_scales, v_scales, latent)
     for name, t in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
         check_tensor(name, t)
     q = paged.autocast_queries(q, k_pages)

@@ -56,21 +56,23 @@ def describe(x: Tensors, options: Options, max_seqlen_q: int | None = None) -> P
     return problem
 
 
-def latent_values(
+def find_values(
     k_pages: Tensor,
     v_pages: Tensor | None,
     k_scales: Tensor | None,
     v_scales: Tensor | None,
     latent: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """v_pages and v_scales of a call without v_pages: views of the first `latent` columns of the
-    keys, and the scales of the keys.
+    """v_pages and v_scales as given or, with `latent`, the first `latent` columns of the keys, a
+    view, and the scales of the keys.
     """
     if latent is None:
-        raise ValueError(
-            "v_pages is None: give v_pages, or latent=n if the values are the first n columns of"
-            " k_pages"
-        )
+        if v_pages is None:
+            raise ValueError(
+                "v_pages is None: give v_pages, or latent=n if the values are the first n columns"
+                " of k_pages"
+            )
+        return v_pages, v_scales
     if v_pages is not None or v_scales is not None:
         name = "v_scales" if v_pages is None else "v_pages"
         raise ValueError(f"{latent=} means that the keys hold the values: {name} must be None")
