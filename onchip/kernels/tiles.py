@@ -628,12 +628,12 @@ HOPPER_WIDTHS = (32, 64, 80, 96, 128, 160, 192, 256)
 # it. 32, 80, 96, 160, 192 and (192, 128), which is latent attention, are compiled (2026-11-18) and
 # never ran: `80: 80`, `(192, 128): (192, 128)` switch one on, tiles.trial for one block.
 HOPPER_BACKWARD_WIDTHS = {
-    32: 64,
-    80: 128,
-    96: 128,
-    160: 256,
-    192: 256,
-    (192, 128): (256, 256),
+    32: 32,
+    80: 80,
+    96: 96,
+    160: 160,
+    192: 192,
+    (192, 128): (192, 128),
 }
 
 

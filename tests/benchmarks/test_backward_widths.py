@@ -1,4 +1,4 @@
-"""The race of widths that are off, with stand-ins for the GPU."""
+"""The race of widths of the backward, with stand-ins for the GPU."""
 
 import pytest
 import torch
@@ -55,14 +55,14 @@ def captured(monkeypatch):
     return seen
 
 
-def test_own_tiles_are_on_for_one_version_alone(captured):
+def test_both_versions_are_checked_and_captured_with_their_tiles(captured):
     said = []
     session = Session(device=torch.device("cpu"), say=said.append)
     ((_, case),) = [x for x in cells([96], [1024]) if x[1].mask == "causal"]
     timing = race(session, 96, case)
-    assert captured[:4] == [("onchip", 128), ("onchip", 128), ("check", 96), ("onchip", 96)]
-    assert all(width == 128 for _, width in captured[4:]) and getattr(tiles, TABLE)[96] == 128
-    assert list(timing.times)[:2] == [PADDED, OWN] and "cudnn" in timing.times
+    own, wide = (("check", 96), ("onchip", 96)), (("check", 128), ("onchip", 128))
+    assert captured[:5] == [*own, *wide, ("onchip", 96)]
+    assert list(timing.times)[:2] == [OWN, PADDED] and "cudnn" in timing.times
     assert any("fa2 is left out: RuntimeError: takes no such head_dim" in x for x in said)
     text = describe(case, timing)
     assert "own 2.000 of padded" in text and "2.000 of cudnn" in text

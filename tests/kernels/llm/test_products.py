@@ -38,8 +38,12 @@ def kernels():
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles of 64 columns and less: rows take several of them, as those of large models do."""
-    rows = {n: tiles.ProductRow((32, 16, 8), 2048, (1024, 1024)) for n in tiles.TRITON_PRODUCT}
+    """Rows of the weight take several tiles, as those of large models do. A tile has at least one
+    line of each row, also with four programs on a processor.
+    """
+    flight_bytes = 2048 if INTERPRETED else 16384
+    row = tiles.ProductRow((32, 16, 8), flight_bytes, (1024, 1024))
+    rows = dict.fromkeys(tiles.TRITON_PRODUCT, row)
     monkeypatch.setattr(tiles, "TRITON_PRODUCT", rows)
 
 
@@ -140,7 +144,9 @@ def test_sum_norm_and_product(kernels, request, dtype, shape, is_tiled):
     compare_to_launches(kernels, out, x, *rest)
     exact = exact_norm(x, norm, 1e-5, 1.0)
     normed = exact.to(dtype)  # rounded where a tensor would be stored
-    reach = (exact.abs() @ weight.double().abs().T + 1) * torch.finfo(dtype).eps
+    # In fp32 the norm is off, too: rsqrt by 2**-22.9 (PTX), the mean and two products by 2**-24.
+    roundings = 4 if dtype == FP32 else 1
+    reach = (exact.abs() @ weight.double().abs().T + 1) * roundings * torch.finfo(dtype).eps
     assert (
         (out.double() - normed.double() @ weight.double().T - bias.double()).abs() < reach
     ).all()
