@@ -17,7 +17,6 @@ BENCHES |= {
     name: Benchmark(summary, f"benchmarks.{name}")
     for name, summary in {
         "short": "GPU: sequences of at most 512 tokens",
-        "candidates": "GPU: rows of the Hopper forward that are not in use, beside those in use",
         "host": "GPU: host time of an eager call",
         "peak": "GPU: peak memory of a call, 1k to 1M tokens",
         "versions": "GPU: FlashAttention v1 to v4 of examples/versions, side by side",

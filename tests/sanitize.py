@@ -26,7 +26,6 @@ from onchip.kvcache import KVCache, Sequence, Spec
 from onchip.models import Decoder, ModelConfig, positions_of, random_model
 from onchip.models.products import fuse_products
 from onchip.quant.kv8 import quantise
-from tests.kernels.gpu import all_backward_widths
 
 KERNELS = ("hopper", "triton")
 MODEL = {
@@ -56,10 +55,10 @@ CALLS = {
     },  # masks have strips from 1,025 keys on
     "modified": {"alibi_slopes": True, "bias": True, "dropout_p": 0.2, "return_stats": True},
     "packed": {"packed": True, "causal": True},
-    "widths": {"all_widths": True, "causal": True},
-    "widths deterministic": {"all_widths": True, "deterministic": True},
-    "widths packed": {"all_widths": True, "packed": True, "softcap": 5.0},
-    "widths mask": {"all_widths": True, "mask": True},
+    "widths": {"dims": WIDTHS, "causal": True},
+    "widths deterministic": {"dims": WIDTHS, "deterministic": True},
+    "widths packed": {"dims": WIDTHS, "packed": True, "softcap": 5.0},
+    "widths mask": {"dims": WIDTHS, "mask": True},
     "fp8": {"precision": "fp8", "window_size": (50, 9)},
     "fp8 packed": {"precision": "fp8", "packed": True, "causal": True},
     "fp8 paged": {"paged_8bit": "fp8"},
@@ -79,9 +78,8 @@ def main(names: list[str]) -> int:
     for name in names or CALLS:
         options = dict(CALLS[name])
         own_lengths = options.pop("lengths", LENGTHS)
-        all_dims, kernels = DIMS, options.pop("kernels", KERNELS)
-        if "all_widths" in options:  # of the Hopper backward
-            all_dims, kernels = WIDTHS, KERNELS[:1]
+        all_dims = options.pop("dims", DIMS)
+        kernels = options.pop("kernels", KERNELS[:1] if all_dims is WIDTHS else KERNELS)
         for kernel in kernels:
             for dims in all_dims:
                 for lengths in own_lengths:
@@ -102,9 +100,6 @@ def main(names: list[str]) -> int:
 def call(kernel: str, lengths: tuple[int, int], dims: tuple[int, int], options: dict, device: str):
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": dims[0], "head_dim_v": dims[1]}
     shape |= {"dtype": torch.bfloat16, "device": device}
-    if options.pop("all_widths", False):
-        with all_backward_widths():
-            return call(kernel, lengths, dims, options, device)
     if options.pop("cache", False):
         return cache(dims, device)
     if options.pop("decoder", False):

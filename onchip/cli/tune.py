@@ -73,8 +73,6 @@ HOPPER = (
     _low_precision_table("HOPPER_INT8", "int8"),
     _low_precision_table("HOPPER_INT8_PV16", "int8_pv16"),
 )
-BACKWARD = ("HOPPER_BACKWARD", "HOPPER_SPLIT")
-CANDIDATES_OF = ("HOPPER_FORWARD", "HOPPER_FORWARD_DENSE")
 MODIFIED = Table("TRITON_MODIFIED", "triton", options=(("softcap", 30.0),), lengths=(2048,))
 TRITON = (
     Table("TRITON_FP32", "triton", dtype=torch.float32, lengths=(2048,)),
@@ -120,12 +118,6 @@ class Knob(NamedTuple):
         return self.table.way or WAYS[self.parts[0]]
 
     @property
-    def is_on(self) -> bool:
-        """Whether calls of the row's width use it."""
-        widths = tiles.HOPPER_BACKWARD_WIDTHS if self.table.name in BACKWARD else {}
-        return widths.get(self.key, self.key) == self.key
-
-    @property
     def head_dim(self) -> int:
         return next(x for x in self.parts if isinstance(x, int) and x >= 32)
 
@@ -146,13 +138,13 @@ def knobs(
     head_dims: Sequence[int] = (),
 ) -> list[Knob]:
     """The rows to search; nothing chosen means everything. Rows for the gradient of a bias and for
-    single queries in fp32 are left as they are, widths of the backward that are off
-    (HOPPER_BACKWARD_WIDTHS), and the tables that serve paged calls alone (TRITON_CHUNK, TRITON_KV8,
-    HOPPER_FORWARD_PAGED), unequal head dims (HOPPER_FORWARD_MLA), the quantisation before a call
-    (TRITON_ROTATE, TRITON_QUERIES, TRITON_TRANSPOSE) or products of few rows (TRITON_PRODUCT).
+    single queries in fp32 are left as they are, and the tables that serve paged calls alone
+    (TRITON_CHUNK, TRITON_KV8, HOPPER_FORWARD_PAGED), unequal head dims (HOPPER_FORWARD_MLA), the
+    quantisation before a call (TRITON_ROTATE, TRITON_QUERIES, TRITON_TRANSPOSE) or products of few
+    rows (TRITON_PRODUCT).
     """
     knobs = [Knob(t, key) for t in tables(capability) for key in getattr(tiles, t.name)]
-    known = [k for k in knobs if "dbias" not in k.parts and FP32_BYTES not in k.parts and k.is_on]
+    known = [k for k in knobs if "dbias" not in k.parts and FP32_BYTES not in k.parts]
     wanted = lambda value, choice: not choice or value in choice
     return [
         k
@@ -162,8 +154,8 @@ def knobs(
 
 
 def candidates(knob: Knob, most: int) -> dict[str, Any]:
-    """The rows that differ from the current row in at most `most` fields, named by the difference,
-    and those of HOPPER_CANDIDATES; the current row is first.
+    """The rows that differ from the current row in at most `most` fields, named by the difference;
+    the current row is first.
     """
     row = knob.row
     changes = [
@@ -180,9 +172,6 @@ def candidates(knob: Knob, most: int) -> dict[str, Any]:
             for chosen in product(*fields):
                 change = {name: value for part in chosen for name, value in part.items()}
                 rows[_difference(change)] = row._replace(**change)
-    named = tiles.HOPPER_CANDIDATES if knob.table.name in CANDIDATES_OF else {}
-    known = set(rows.values())
-    rows |= {name: row for name, row in named.get(knob.key, {}).items() if row not in known}
     return {name: row for name, row in rows.items() if is_consistent(row)}
 
 

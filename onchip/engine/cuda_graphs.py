@@ -27,7 +27,6 @@ MOST_GRAPH_TOKENS = _TOKENS[-1]
 # decode-only steps with a cascade are powers of two from _SHARED_SIZE on.
 _SHARED_TOKENS = (64, 256, 1024, 2048)
 _SHARED_SIZE = 8
-RECORDS_EXPERTS = False  # until a step with experts has been recorded on a GPU
 _TRIALS = 4  # recordings from which the memory of all is estimated
 _capture_lock = threading.Lock()  # torch can record only one graph at a time in a process
 
@@ -307,7 +306,7 @@ def can_record(model: Model, cache: KVCache) -> bool:
     """
     if not isinstance(model, Decoder) or cache.device.type != "cuda":
         return False
-    return model.is_recordable and (RECORDS_EXPERTS or not model.is_sparse)
+    return model.is_recordable
 
 
 def fill_in_sampled(ids: Tensor, last: Tensor) -> Tensor:

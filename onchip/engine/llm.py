@@ -44,7 +44,7 @@ class LLM:
     graphs. disable_cascade_attn: False reads the pages that requests share once for all of them,
     where the cost model predicts that it saves time. prefill_precision: "fp8" computes the
     attention of long prompts in 8 bits, which changes outputs, "auto" where this is faster, None
-    never. fused_decode: True computes steps of up to 16 tokens with matrix products that include
+    never. fused_decode: True computes steps of up to 8 tokens with matrix products that include
     the norm before them and the gate after them, on a GPU with native decoders; see docs/engine.md.
     num_pages: pages of the cache; None for as many as fit. speculative_config: a dict with the
     names of `SpeculativeConfig`; outputs do not change, see docs/engine.md.

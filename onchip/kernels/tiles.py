@@ -263,7 +263,7 @@ TRITON_GATE = _T(0, 1024, 4, 1)  # elements of a row: 16 bytes of gate and of up
 # ptxas reports (2026-11-18, Triton 3.6), not timed. columns: weight rows of a program, largest
 # first. flight_bytes: of weights that a processor requests before its programs wait for their
 # predecessor; 4.8 TB/s take 40 kB in each of 132. row_elements: of x in a tile, with a norm, which
-# holds them in fp32, and without. 16 rows with tiles of 64 kB spill (Triton 3.9).
+# holds them in fp32, and without.
 class ProductRow(NamedTuple):
     columns: tuple[int, ...]
     flight_bytes: int
@@ -271,8 +271,12 @@ class ProductRow(NamedTuple):
 
 
 _P = ProductRow((32, 16, 8), 65_536, (8192, 32_768))
-TRITON_PRODUCT = {1: _P, 2: _P, 4: _P, 8: _P, 16: _P._replace(flight_bytes=32_768)}
-PRODUCT_MOST_ROWS = max(TRITON_PRODUCT)
+TRITON_PRODUCT = dict.fromkeys((1, 2, 4, 8), _P)
+# H200, 2026-11-19, over torch's launches (h200-products.json): up to 8 rows 1.06 to 4.2x with
+# weights of at most 50 MB, 0.88 to 1.02x with those of 117 to 1,050 MB; 16 rows 0.49 to 0.95x but
+# for products of 1,024 columns.
+PRODUCT_MOST_ROWS, PRODUCT_MOST_BYTES = max(TRITON_PRODUCT), 1 << 26
+AMD_PRODUCT_ROWS = 16  # of a program: its compiler uses tensor cores from 16 rows on, and pads none
 # 64 kB of LDS, of which a tile takes twice its size; larger ones also spill (gfx942, Triton 3.6).
 AMD_PRODUCT = ProductRow((32, 16), 16_384, (2048, 8192))
 # Elements of x (rows x width) up to which a product computes the norm of its input: every program
@@ -295,12 +299,10 @@ class ProductTile(NamedTuple):
 
 
 def product_rows(num_rows: int, itemsize: int, is_amd: bool) -> int:
-    """Rows of a program: a power of two. fp32 has no tensor-core product: one row at a time. AMD's
-    compiler uses tensor cores from 16 rows on; it pads none.
-    """
+    """Rows of a program: a power of two. fp32 has no tensor-core product: one row at a time."""
     if itemsize == 4:
         return 1
-    return PRODUCT_MOST_ROWS if is_amd else min(PRODUCT_MOST_ROWS, 1 << (num_rows - 1).bit_length())
+    return AMD_PRODUCT_ROWS if is_amd else min(PRODUCT_MOST_ROWS, 1 << (num_rows - 1).bit_length())
 
 
 def product_tile(
@@ -478,6 +480,20 @@ _D160 = HopperConfig(128, 2, 2, out_in_q=True, dynamic=True)
 # 64 keys a tile: with 128, q and two stages of k and v would be 240 kB, and ptxas waits for each
 # wgmma on its own.
 _D192 = HopperConfig(64, 2, 3, out_in_q=True, dynamic=True)
+# Scores and P take the same registers, so the next scores wait for the values' product; the other
+# consumers use the tensor cores meanwhile. H200, 2026-11-19, over two consumers: 1.04 and 1.05x in
+# dense calls of 4k tokens, 1.04 and 1.06x of 16k; causal 0.95x of 4k, 0.99 and 1.02x of 16k.
+_D96_THREE = HopperConfig(
+    128,
+    3,
+    2,
+    q_stages=2,
+    rescale="moved",
+    overlap=False,
+    named_barriers=True,
+    dynamic=True,
+    **_THREE,
+)
 # By width, bf16 on an H200, 2026-11-16; docs/notebook.md has the runs.
 HOPPER_FORWARD = {
     32: _D32,
@@ -493,8 +509,8 @@ HOPPER_FORWARD = {
 # exponentials or named barriers cost 1 to 5 %; causal ones 1.03x, with named barriers and
 # rescale="moved".
 HOPPER_FORWARD_DENSE = {
-    80: _D128,
-    96: _D128,
+    80: _D96_THREE,
+    96: _D96_THREE,
     128: _D128,
     192: _D192._replace(delay_pv_wait=4),
     256: _D256._replace(delay_pv_wait=4),
@@ -502,51 +518,15 @@ HOPPER_FORWARD_DENSE = {
 # q and k of 192 columns, v of at most 128 (multi-head latent attention): tiles of 128 keys fit, 208
 # kB with the output in q's memory. By ptxas reports (2026-11-18), not timed.
 HOPPER_FORWARD_MLA = {192: _D128._replace(q_stages=1, out_in_q=True, delay_pv_wait=8)}
-# Rows that could replace those of HOPPER_FORWARD and HOPPER_FORWARD_DENSE, by width and name. They
-# compile without spills in their loops (2026-11-18) and were not timed: `python -m benchmarks
-# candidates` times them beside the rows in use, and `onchip tune` tries them. docs/notebook.md has
-# the reasons. Late wait: all exponentials of a tile before the wait for the last PV product. Three
-# consumers have 160 registers each: scores of 128 keys fit them if they take the registers of p
-# (overlap=False), scores of 64 keys leave space for p, and for q.
-_LATE = _D128._replace(delay_pv_wait=64)
-_THREE_128 = HopperConfig(
-    128,
-    3,
-    2,
-    q_stages=2,
-    rescale="moved",
-    overlap=False,
-    named_barriers=True,
-    dynamic=True,
-    **_THREE,
-)
-_THREE_CANDIDATES = {
-    "late wait": _LATE,
-    "q in registers, late wait": _LATE._replace(q_in_registers=True),
-    "three consumers": _THREE_128,
-    "three consumers, ping-pong": _THREE_128._replace(pingpong=True),
-    "three consumers, 64 keys": HopperConfig(
-        64, 3, 4, rescale="moved", q_in_registers=True, dynamic=True, **_THREE
-    ),
-}
-_D192_Q = _D192._replace(q_in_registers=True, delay_pv_wait=4)
-HOPPER_CANDIDATES: dict[int, dict[str, HopperConfig]] = {
-    80: _THREE_CANDIDATES,
-    96: _THREE_CANDIDATES,
-    192: {
-        "late wait": _D192._replace(delay_pv_wait=32),
-        "q in registers": _D192_Q,
-        "q in registers, late wait": _D192_Q._replace(delay_pv_wait=32),
-        "three consumers": _D192._replace(consumers=3, overlap=False, **_THREE),
-    },
-}
-
 # Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k. In a square they
 # waste the rest of the last tile; at 512 tokens both are equally fast. Tiles of a short window are
 # mostly masked, too: 1.25x with 256 keys, 1.29x with 512, 1.04 to 0.99x with 1,024, 0.90x with
 # 4,096.
 HOPPER_FORWARD_SHORT = {32: _D64_TWO, 64: _D64_TWO}
 HOPPER_SHORT, HOPPER_SHORT_DENSE = 1024, 512
+# Dense calls with at most so many keys have the row of causal ones: of 1,024 queries three
+# consumers waste an eighth.
+HOPPER_DENSE_KEYS = {80: 1024, 96: 1024}
 # Calls with fewer tokens, which do not fill half of a tile: triton is 1.16 to 1.9 times as fast
 # (bench short, N = 64).
 HOPPER_FEW = 64
@@ -624,30 +604,17 @@ def hopper_width(head_dim: int) -> int:
 HOPPER_WIDTHS = (32, 64, 80, 96, 128, 160, 192, 256)
 
 
-# Of each width of the forward that is no tile of the backward, or is not yet: the width that serves
-# it. 32, 80, 96, 160, 192 and (192, 128), which is latent attention, are compiled (2026-11-18) and
-# never ran: `80: 80`, `(192, 128): (192, 128)` switch one on, tiles.trial for one block.
-HOPPER_BACKWARD_WIDTHS = {
-    32: 32,
-    80: 80,
-    96: 96,
-    160: 160,
-    192: 192,
-    (192, 128): (192, 128),
-}
-
-
 def hopper_backward_widths(problem: Problem) -> tuple[int, int]:
     """The widths of q and k, and of v and dout, in the backward. They are equal, but for values of
-    at most 128 columns beside keys of 192.
+    at most 128 columns beside keys of 192, which are multi-head latent attention. H200, 2026-11-19,
+    over tiles of the next power of two, 1k and 8k tokens: 1.31 to 1.40x at 32, 1.13 to 1.30x at 80,
+    1.09 to 1.20x at 96, 1.34 to 1.54x at 160, 1.22 to 1.33x at 192, 1.35 to 1.47x at (192, 128).
     """
     width = hopper_forward_width(problem.head_dim)
     width_v = hopper_forward_width(problem.head_dim_v)
     if width == 192 and width_v <= 128:
-        return HOPPER_BACKWARD_WIDTHS[192, 128]
-    width = max(width, width_v)
-    width = HOPPER_BACKWARD_WIDTHS.get(width, width)
-    return width, width
+        return 192, 128
+    return (max(width, width_v),) * 2
 
 
 def dq_part_columns(tile_m: int, columns: int, tail: int) -> tuple[int, int]:
@@ -755,7 +722,8 @@ def _hopper_forward_table(dim: int, cut: bool, has_mask: bool, keys: int, page_s
         return "HOPPER_FORWARD_SHORT"
     if has_mask:
         return "HOPPER_FORWARD_MASK"
-    return "HOPPER_FORWARD_DENSE" if not cut and dim in HOPPER_FORWARD_DENSE else "HOPPER_FORWARD"
+    is_dense = not cut and dim in HOPPER_FORWARD_DENSE and keys > HOPPER_DENSE_KEYS.get(dim, 0)
+    return "HOPPER_FORWARD_DENSE" if is_dense else "HOPPER_FORWARD"
 
 
 # Keys are copied page by page: a tile must be whole pages (or part of one page), and copies of
@@ -866,9 +834,9 @@ def hopper_split_config(width: int) -> HopperSplitConfig:
 # Keys that a query sees in the mean, up to which dq in its own kernel is faster than summed in
 # fp32: the sum is cleared, added to and read once, however few keys there are. By head_dim, H200,
 # 2026-11-18 (docs/notebook.md): causal calls of 512 tokens 1.02 to 1.04x at 64 and 1.09 to 1.11x
-# at 128, of 1,024 tokens 0.94x and 1.01x; dense calls of 512 tokens 0.97x and 1.00x. Other widths
-# have the number of the width that serves them while they are off.
-HOPPER_SPLIT_KEYS = {32: 256, 64: 256, 80: 512, 96: 512, 128: 512}
+# at 128, of 1,024 tokens 0.94x and 1.01x; dense calls of 512 tokens 0.97x and 1.00x. 80 and 96 lie
+# between them: about 0.96x and 0.97x for 1,024 tokens. They were timed with a kernel for dq alone.
+HOPPER_SPLIT_KEYS = {32: 256, 64: 256, 80: 256, 96: 256, 128: 512}
 _SPLIT_ROWS, _MANY_TILES = 128, 4 * 132  # four tiles for each processor of an H200
 
 
@@ -952,13 +920,6 @@ def trial(table: str, key: Any, row: Any) -> Iterator[None]:
     finally:
         rows[key], _is_trial = before, was_trial
         _forget()
-
-
-@contextmanager
-def candidate_trial(width: int, row: HopperConfig) -> Iterator[None]:
-    """Inside the block dense and causal calls of this width use `row`: see trial."""
-    with trial("HOPPER_FORWARD", width, row), trial("HOPPER_FORWARD_DENSE", width, row):
-        yield
 
 
 def _forget() -> None:

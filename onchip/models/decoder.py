@@ -316,11 +316,6 @@ class Decoder(nn.Module):
         return (total - sum(mlp.idle_weights for mlp in self._sparse())) // len(self.layers)
 
     @property
-    def is_sparse(self) -> bool:
-        """Whether a layer has experts."""
-        return any(self._sparse())
-
-    @property
     def is_recordable(self) -> bool:
         """Whether a CUDA graph can hold a step: no layer reads values on the host."""
         return all(mlp.is_recordable for mlp in self._sparse())

@@ -3,7 +3,8 @@ of decoding, one launch each with the norm before it, its bias and the gate afte
 
 What one launch computes, by what the model is and what the step has:
 
-    rows of the step             up to PRODUCT_MOST_ROWS (tiles.py); more: torch's products
+    rows of the step, weight     up to PRODUCT_MOST_ROWS and PRODUCT_MOST_BYTES (tiles.py); more:
+                                 torch's products
     dtype, device                fp16, bf16, fp32 on a GPU with Triton, without gradients and
                                  compilers (`pointwise.fused`); else torch's products
     norm before a product        an RMSNorm, for rows x width up to PRODUCT_NORM_ELEMENTS; a

@@ -7,7 +7,6 @@ import torch
 
 from onchip.kernels import tiles
 from onchip.kernels.runtime import counters
-from tests.kernels.gpu import all_backward_widths
 
 
 @pytest.fixture
@@ -44,10 +43,3 @@ def few_keys(monkeypatch, one_kernel_for_all_gradients):
     """The backward of short calls is their own, however few tiles they have."""
     monkeypatch.setattr(tiles, "HOPPER_SPLIT_KEYS", SPLIT_KEYS)
     monkeypatch.setattr(tiles, "_MANY_TILES", 0)
-
-
-@pytest.fixture
-def all_widths():
-    """The backward's tiles of every width, also of those that are off."""
-    with all_backward_widths():
-        yield

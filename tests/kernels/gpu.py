@@ -1,11 +1,8 @@
 """Helpers of the tests of GPU kernels."""
 
-from contextlib import ExitStack, contextmanager
-
 import pytest
 import torch
 
-from onchip.kernels import tiles
 from onchip.testing import make_qkv
 
 DIMS = [64, 128, 256]
@@ -23,15 +20,6 @@ def inputs(seqlen_q, seqlen_k=None, dim=128, dtype=torch.bfloat16, batch=2, **sh
     """q, k, v on the device, with 8 and 2 heads by default."""
     shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": dim, "dtype": dtype} | shape
     return make_qkv(batch, seqlen_q, seqlen_k, device="cuda", **shape)
-
-
-@contextmanager
-def all_backward_widths():
-    """Inside the block the Hopper backward has tiles of every width, also of those that are off."""
-    with ExitStack() as stack:
-        for key in list(tiles.HOPPER_BACKWARD_WIDTHS):
-            stack.enter_context(tiles.trial("HOPPER_BACKWARD_WIDTHS", key, key))
-        yield
 
 
 def late_writer():

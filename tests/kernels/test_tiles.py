@@ -14,7 +14,6 @@ from onchip.cost.hardware import H200
 from onchip.kernels import tiles
 from onchip.kernels.tiles import (
     HOPPER_BACKWARD,
-    HOPPER_BACKWARD_WIDTHS,
     HOPPER_SPLIT,
     HOPPER_WIDTHS,
     TRITON_CHUNK,
@@ -34,7 +33,6 @@ from onchip.kernels.tiles import (
     paper_v2_tiles,
     split_columns,
 )
-from onchip.kernels.tuned import is_consistent
 
 THREE, TWO = 3, 2  # consumers of a tile at head_dim 64
 
@@ -59,23 +57,27 @@ def test_two_consumers_for_tiles_with_few_keys(options, seqlen, consumers):
     assert hopper_forward_of(problem).consumers == consumers
 
 
-CANDIDATES = [(width, name) for width, rows in tiles.HOPPER_CANDIDATES.items() for name in rows]
-
-
-@pytest.mark.parametrize("width, name", CANDIDATES)
-def test_candidates_fit_shared_memory_and_are_used_in_a_trial(width, name):
-    """Also with unrounded results, and a tuned row may have their fields."""
-    row = tiles.HOPPER_CANDIDATES[width][name]
-    options = {"num_heads": 4, "head_dim": width, "dtype": torch.bfloat16}
-    problems = [make_problem(4096, causal=causal, **options) for causal in (False, True)]
-    problems += [p._replace(out_dtype=torch.float32) for p in problems]
-    assert is_consistent(row)
-    for problem in problems:
-        with tiles.candidate_trial(width, row):
-            used = hopper_forward_of(problem)
-        wide = problem.out_dtype == torch.float32
-        assert used._replace(q_stages=row.q_stages) == row != hopper_forward_of(problem)
-        shared = footprint.hopper_forward(used, width, width, wide).shared_bytes
+@pytest.mark.parametrize("dim", [72, 80, 96])
+@pytest.mark.parametrize(
+    ("options", "seqlen", "consumers"),
+    [
+        ({}, 4096, 3),
+        ({}, 1025, 3),
+        ({}, 1024, 2),
+        ({"causal": True}, 4096, 2),
+        ({"window_size": (2000, 0)}, 4096, 2),
+    ],
+    ids=str,
+)
+def test_three_consumers_for_long_dense_calls(dim, options, seqlen, consumers):
+    """They fit shared memory, also with unrounded results."""
+    options = options | {"num_heads": 4, "head_dim": dim, "dtype": torch.bfloat16}
+    problem = make_problem(seqlen, **options)
+    assert hopper_forward_of(problem).consumers == consumers
+    for dtype in (torch.bfloat16, torch.float32):
+        row = hopper_forward_of(problem._replace(out_dtype=dtype))
+        widths = tiles.hopper_forward_widths(problem)
+        shared = footprint.hopper_forward(row, *widths, dtype == torch.float32).shared_bytes
         assert shared + HANDED_OVER <= H200.shared_bytes
 
 
@@ -137,11 +139,6 @@ def make_dims(d, dv, **options):
     return make_problem(4096, head_dim=d, head_dim_v=dv, dtype=torch.bfloat16, **options)
 
 
-def test_widths_of_the_backward_that_are_off_are_powers_of_two():
-    for d, dv in product(range(8, 257, 8), repeat=2):
-        assert hopper_backward_widths(make_dims(d, dv)) == (hopper_width(max(d, dv)),) * 2
-
-
 @pytest.mark.parametrize(
     ("dims", "widths"),
     [
@@ -159,21 +156,14 @@ def test_widths_of_the_backward_that_are_off_are_powers_of_two():
     ],
     ids=str,
 )
-def test_widths_of_the_backward_that_are_on(all_widths, dims, widths):
+def test_widths_of_the_backward(dims, widths):
     assert hopper_backward_widths(make_dims(*dims)) == widths
 
 
-@pytest.mark.parametrize("key", HOPPER_BACKWARD_WIDTHS, ids=str)
-def test_every_width_of_the_backward_has_rows_and_one_switch(key):
-    """A trial of one width changes no other."""
-    pair = key if isinstance(key, tuple) else (key, key)
-    assert max(pair) in HOPPER_SPLIT and (max(pair) in HOPPER_BACKWARD) == (max(pair) <= 128)
-    cells = list(product((32, 64, 80, 96, 112, 128, 160, 192, 256), repeat=2))
-    before = {dims: hopper_backward_widths(make_dims(*dims)) for dims in cells}
-    with tiles.trial("HOPPER_BACKWARD_WIDTHS", key, key):
-        after = {dims: hopper_backward_widths(make_dims(*dims)) for dims in cells}
-    assert after[pair] == pair != before[pair]
-    assert {widths for dims, widths in after.items() if widths != before[dims]} == {pair}
+def test_every_width_of_the_backward_has_rows():
+    for dims in product(range(8, 257, 8), repeat=2):
+        width = max(hopper_backward_widths(make_dims(*dims)))
+        assert width in HOPPER_SPLIT and (width in HOPPER_BACKWARD) == (width <= 128)
 
 
 def test_few_and_many_queries_have_rows_for_the_same_calls():

@@ -76,7 +76,7 @@ def test_an_engine_gives_the_greedy_tokens_of_transformers(case, twin, tmp_path)
     with LLM(tmp_path, max_model_len=128, swap_space=0, **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-        assert llm.engine.model.is_sparse
+        assert isinstance(llm.engine.model, models.Decoder)
     assert [list(output.outputs[0].token_ids) for output in outputs] == theirs
 
 
@@ -200,20 +200,15 @@ def test_a_grouped_product_without_the_host_is_of_bf16_on_hopper(
     assert experts.has_grouped_product(torch.device(kind), dtype, inner) == expected
 
 
-def test_steps_with_experts_are_not_recorded_yet(monkeypatch):
-    """Nor is what cannot be recorded at all."""
+def test_steps_with_experts_are_recorded_if_they_can_be(monkeypatch):
 
     class Cache:
         device = torch.device("cuda")
 
     dense, sparse = made("llama"), made("mixtral")
     assert cuda_graphs.can_record(dense, Cache) and not cuda_graphs.can_record(sparse, Cache)
-    monkeypatch.setattr(cuda_graphs, "RECORDS_EXPERTS", True)
-    assert not cuda_graphs.can_record(sparse, Cache)
     monkeypatch.setattr(experts.SparseMLP, "is_recordable", True)
     assert cuda_graphs.can_record(sparse, Cache)
-    monkeypatch.setattr(cuda_graphs, "RECORDS_EXPERTS", False)
-    assert not cuda_graphs.can_record(sparse, Cache)
 
 
 def test_the_weights_of_a_layer_are_those_of_one_token():
@@ -370,11 +365,10 @@ def test_experts_have_no_biases_and_are_gated():
 @pytest.mark.hopper
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_recorded_steps_choose_the_best_tokens(family, monkeypatch):
+def test_recorded_steps_choose_the_best_tokens(family):
     """bf16: the experts of a step are grouped products in a CUDA graph. Their rounding may exchange
     tokens that are nearly as good, by the logits of the same weights in fp32.
     """
-    monkeypatch.setattr(cuda_graphs, "RECORDS_EXPERTS", True)
     decoder = made(family, seed=3, dtype=torch.bfloat16).cuda()
     with LLM(decoder, max_model_len=128, num_pages=90, swap_space=0) as llm:
         assert cuda_graphs.can_record(decoder, llm.engine.cache)

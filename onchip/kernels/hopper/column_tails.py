@@ -16,8 +16,7 @@ Worked shape: 128 keys of head_dim 72 in bf16. K's barrier expects 128 * 64 * 2 
 20,480 bytes. The tail's box has 8 columns outside of the tensor, which arrive as zeros and count
 like all others; TMA stores nothing there.
 
-tiles.HOPPER_WIDTHS has the widths of the forward and the reasons for them, HOPPER_BACKWARD_WIDTHS
-those of the backward.
+tiles.HOPPER_WIDTHS has the widths and the reasons for them.
 examples/versions/v3.py teaches the kernel without tails.
 """
 

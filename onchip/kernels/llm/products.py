@@ -35,6 +35,7 @@ from onchip.core.device import device_info
 from onchip.kernels.llm.pointwise import activate_fp32, as_rows
 from onchip.kernels.runtime.launcher import CachedLauncher, on_device
 from onchip.kernels.tiles import (
+    PRODUCT_MOST_BYTES,
     PRODUCT_MOST_ROWS,
     PRODUCT_NORM_ELEMENTS,
     ProductTile,
@@ -165,8 +166,10 @@ _product_kernel = CachedLauncher(product_kernel)
 
 
 def serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether these are the few rows that the kernel is for."""
-    return x.numel() <= PRODUCT_MOST_ROWS * x.shape[-1] and weight.stride(-1) == 1
+    """Whether these are the few rows, and a weight of the size, that the kernel is for."""
+    if x.numel() > PRODUCT_MOST_ROWS * x.shape[-1] or weight.stride(-1) != 1:
+        return False
+    return weight.numel() * weight.element_size() <= PRODUCT_MOST_BYTES
 
 
 def fuses_norm(x: Tensor) -> bool:

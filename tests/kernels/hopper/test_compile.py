@@ -85,6 +85,8 @@ FORWARD = [
     Variant(80, {"causal": True}),
     Variant(96, {}),
     Variant(96, {"causal": True}),
+    Variant(80, {"lengths": (200, 2000)}),  # three consumers
+    Variant(96, {"lengths": (200, 2000)}),
     Variant(32, {"lengths": (200, 4000)}),
     Variant(32, {"causal": True, "lengths": (200, 4000)}),
     Variant(32, {"causal": True}),
@@ -102,6 +104,7 @@ FORWARD = [
     Variant(160, {"mask": True}),
     Variant(32, {"mask": True, "lengths": (200, 4000)}),  # strips
     Variant(96, {"out_dtype": torch.float32}),
+    Variant(96, {"out_dtype": torch.float32, "lengths": (200, 2000), "num_kv_heads": 1}),
     Variant(192, {"out_dtype": torch.float32, "causal": True}),
     Variant(64, {"mask": True}),
     Variant(64, {"mask": True, "lengths": (200, 4000)}),  # strips
@@ -183,7 +186,7 @@ BACKWARD = [
     Variant(128, {"deterministic": True, "causal": True}, FEW),
     Variant(128, {"deterministic": True, **PACKED, "softcap": 5.0}, (0.05, 0.11)),
 ]
-# Widths that are off (tiles.HOPPER_BACKWARD_WIDTHS), as if they were on.
+# Widths that are no powers of two, and 32.
 BACKWARD_WIDTHS = [
     Variant(96, {"causal": True}),  # a tile of 64 columns and a tail of 32
     Variant(96, {}),
@@ -535,26 +538,6 @@ def test_forward_stays_in_registers(launches, tmp_path, variant):
     _check_forward(launches, tmp_path, variant)
 
 
-def _candidates() -> list:
-    """(name of a candidate, a call): marked as those of other tables."""
-    forms = ({}, {"causal": True}, {"dtype": FP16, **WINDOW})
-    rows = [(width, name) for width, named in tiles.HOPPER_CANDIDATES.items() for name in named]
-    cases = [(name, Variant(width, options)) for options in forms for width, name in rows]
-    params = variants([variant for _, variant in cases])
-    return [
-        pytest.param(name, variant, marks=param.marks, id=f"{param.id}-{name}")
-        for (name, variant), param in zip(cases, params, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("name, variant", _candidates())
-def test_candidates_stay_in_registers(launches, tmp_path, name, variant):
-    """Rows that are not in use: without spills in loops, and with wgmma that run asynchronously."""
-    width = variant.head_dim
-    with tiles.candidate_trial(width, tiles.HOPPER_CANDIDATES[width][name]):
-        _check_forward(launches, tmp_path, variant)
-
-
 def _check_forward(launches: list, tmp_path: Path, variant: Variant) -> None:
     """Compile the launch of a forward: registers, shared memory, copies and products."""
     from onchip.kernels.hopper.launch import forward
@@ -806,21 +789,21 @@ def test_adding_gradients_stays_in_registers(launches, tmp_path, variant):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("variant", variants(BACKWARD_WIDTHS))
-def test_backward_of_every_width_stays_in_registers(all_widths, launches, tmp_path, variant):
+def test_backward_of_every_width_stays_in_registers(launches, tmp_path, variant):
     problem, x = _pose(variant)
     _check_backward(problem, x, launches, tmp_path, variant)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("variant", variants(WIDE_GRADS_WIDTHS))
-def test_unrounded_gradients_of_every_width(all_widths, launches, tmp_path, variant):
+def test_unrounded_gradients_of_every_width(launches, tmp_path, variant):
     problem, x = _pose(variant)
     _check_backward(problem._replace(wide_grads=True), x, launches, tmp_path, variant)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("variant", variants(ADDING_WIDTHS))
-def test_adding_gradients_of_every_width(all_widths, launches, tmp_path, variant):
+def test_adding_gradients_of_every_width(launches, tmp_path, variant):
     test_adding_gradients_stays_in_registers(launches, tmp_path, variant)
 
 

@@ -1,5 +1,4 @@
-"""The Hopper backward at every head_dim, against the oracle, with all widths of its tiles switched
-on (tiles.HOPPER_BACKWARD_WIDTHS).
+"""The Hopper backward at every head_dim, against the oracle.
 
 The columns beside those of a call are NaN in memory, and so is memory that was allocated and freed
 before. A copy that reads other columns, and a gradient that is not written, make the result NaN.
@@ -17,7 +16,7 @@ from onchip.kernels.tiles import hopper_backward_widths
 from onchip.testing import assert_accurate, make_packed, rmse
 from tests.kernels.gpu import inputs
 
-pytestmark = [pytest.mark.hopper, pytest.mark.usefixtures("all_widths")]
+pytestmark = pytest.mark.hopper
 
 SUMMED = [(32, 32), (80, 80), (96, 96)]  # dq is a sum in memory
 SEPARATE = [(160, 160), (192, 192), (192, 128)]  # every gradient has its own kernel

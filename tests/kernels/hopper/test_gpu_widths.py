@@ -18,7 +18,6 @@ from tests.kernels.gpu import inputs
 pytestmark = pytest.mark.hopper
 
 WIDTHS = [32, 80, 96, 160, 192]
-CANDIDATES = [(width, name) for width, rows in tiles.HOPPER_CANDIDATES.items() for name in rows]
 
 
 def attend(q, k, v, **options):
@@ -122,55 +121,51 @@ def test_more_tiles_than_programs(dim, dim_v, causal):
     assert_accurate(attend, *few, causal=causal)
 
 
-@pytest.fixture(params=CANDIDATES, ids=lambda candidate: "-".join(map(str, candidate)))
+@pytest.fixture(params=tiles.HOPPER_DENSE_KEYS)
 def width(request):
-    """The width of a candidate, which dense and causal calls of that width use."""
-    width, name = request.param
-    with tiles.candidate_trial(width, tiles.HOPPER_CANDIDATES[width][name]):
-        yield width
+    """A width of which dense calls have three consumers, however short they are."""
+    with tiles.trial("HOPPER_DENSE_KEYS", request.param, 0):
+        yield request.param
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 1), (63, 333), (799, 111), (1111, 1111)])
-def test_candidates(width, seqlen_q, seqlen_k, causal):
-    """Odd lengths, columns fewer than the tile's, and queries that see no key."""
+def test_three_consumers(width, seqlen_q, seqlen_k):
+    """Odd lengths, and columns fewer than the tile's."""
     q, k, v = map(poison_neighbours, inputs(seqlen_q, seqlen_k, width - 8))
-    assert_accurate(attend, q, k, v, causal=causal)
+    assert_accurate(attend, q, k, v)
 
 
-def test_windows_of_candidates(width):
+def test_options_of_three_consumers(width):
     q, k, v = map(poison_neighbours, inputs(700, 1111, width, torch.float16))
     sinks = torch.randn(8, device="cuda")
-    assert_accurate(attend, q, k, v, window_size=(200, 37), sinks=sinks, softcap=5.0)
+    assert_accurate(attend, q, k, v, sinks=sinks, softcap=5.0)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_packed_sequences_of_candidates(width, causal):
+def test_packed_sequences_of_three_consumers(width):
     x = make_packed(
         [5, 130, 0, 777, 64], [9, 200, 3, 777, 1], num_heads=4, num_kv_heads=2, head_dim=width,
         dtype=torch.bfloat16, device="cuda",
     )  # fmt: skip
     q, k, v = map(poison_neighbours, (x.q, x.k, x.v))
-    assert_accurate(attend_packed, q, k, v, **x.options, causal=causal)
+    assert_accurate(attend_packed, q, k, v, **x.options)
 
 
-def test_heads_that_share_a_tile_of_candidates(width):
+def test_heads_that_share_a_tile_of_three_consumers(width):
     q, k, v = map(poison_neighbours, inputs(17, 300, width, num_heads=8, num_kv_heads=2))
     assert_accurate(attend, q, k, v)
 
 
-def test_unrounded_results_of_candidates(width):
+def test_unrounded_results_of_three_consumers(width):
     q, k, v = map(poison_neighbours, inputs(333, 555, width))
-    assert_accurate(attend, q, k, v, causal=True, out_dtype=torch.float32)
+    assert_accurate(attend, q, k, v, out_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_more_tiles_than_programs_of_candidates(width, causal):
+def test_more_tiles_than_programs_of_three_consumers(width):
     """Two heads of 40 give what they give alone, and the same bits every time."""
     q, k, v = inputs(2048, 2048, width, num_heads=40, num_kv_heads=40)
     few = [t[:, :, :2].contiguous() for t in (q, k, v)]
-    out_few, lse_few = attend(*few, causal=causal)
+    out_few, lse_few = attend(*few)
     for _ in range(20):
-        out, lse = attend(q, k, v, causal=causal)
+        out, lse = attend(q, k, v)
         assert torch.equal(out[:, :, :2], out_few) and torch.equal(lse[:, :2], lse_few)
-    assert_accurate(attend, *few, causal=causal)
+    assert_accurate(attend, *few)

@@ -21,7 +21,7 @@ HEADS, HEADS_K = 2, 1
 
 
 @pytest.fixture
-def launch(monkeypatch, all_widths):
+def launch(monkeypatch):
     """launch_backward. The interpreter has no previous kernel to wait for."""
     from onchip.kernels.hopper import launch_backward
 
