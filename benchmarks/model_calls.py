@@ -11,7 +11,9 @@ from torch import Tensor
 import onchip
 from benchmarks.model_shapes import CallShape, ModelLayer
 from benchmarks.video import mask_mod
+from onchip.cli.bench.gpu import Inputs
 from onchip.cli.bench.harness import Case
+from onchip.cli.bench.paged import in_pages
 from onchip.cli.bench.patterns import document_ends
 from onchip.cli.bench.peers import Attend, Lengths
 from onchip.cli.bench.scores import Scores
@@ -135,12 +137,16 @@ class ModelCall:
         lengths = [self.call.keys] * self.call.batch
         return torch.tensor(lengths, dtype=torch.int32, device=self.device)
 
+    def in_pages(self, inputs: Inputs) -> Inputs:
+        """(q, pages of k and v, page_table)."""
+        return in_pages(inputs, (self.call.keys,) * self.call.batch, self.call.page_size)
+
     def ours(self) -> Attend:
         """attend(q, k, v), over pages attend(q, pages, page_table)."""
         options = self.options
         if self.call.page_size:
             return lambda q, pages, table: onchip.paged_attention(
-                q, *pages, table, self.cache_seqlens, **options
+                q, pages[0], pages[1], table, self.cache_seqlens, **options
             )
         if self.packed:
             return lambda q, k, v: onchip.varlen_attention(

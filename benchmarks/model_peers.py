@@ -1,12 +1,13 @@
 """The peers of a model's call, each given the call in its own words, or refusing it.
 
 A peer that has no argument for an option of the call raises a PeerRefusal that names the option. A
-peer that has one is called: what it raises on the shape is its refusal. Over pages, peers get the
-same keys in one piece.
+peer that has one is called: what it raises on the shape is its refusal. Over pages, peers that read
+no pages get the same keys in one piece.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,12 +40,12 @@ def refuse(call: ModelCall, *lacks: str, unless: str = "") -> None:
         raise PeerRefusal(f"it has no {' and no '.join(missing)}{unless}")
 
 
-def fa3(call: ModelCall, **splits: int) -> Attend:
+def fa3(call: ModelCall, **splits: Any) -> Attend:
     refuse(call, "sinks", "bias", "3-D window", "backward")
     return peers.fa3(call.lengths, **_flash_options(call, unbounded=-1), **splits)
 
 
-def fa4(call: ModelCall, **splits: int) -> Attend:
+def fa4(call: ModelCall, **splits: Any) -> Attend:
     refuse(call, "bias", "3-D window", unless=" but in CuTe code (score_mod, mask_mod)")
     options = _flash_options(call, unbounded=None)
     if call.layer.has_sinks:
@@ -52,10 +53,16 @@ def fa4(call: ModelCall, **splits: int) -> Attend:
     return peers.fa4(call.lengths, **options, **splits)
 
 
-def _flash_options(call: ModelCall, unbounded: int | None) -> dict:
+def _flash_options(call: ModelCall, unbounded: int | None) -> dict[str, Any]:
     window = (unbounded, unbounded) if call.layer.window is None else (call.layer.window - 1, 0)
     scale, softcap = call.layer.softmax_scale, call.layer.softcap
-    options = {"causal": call.is_causal, "softmax_scale": scale, "window_size": window}
+    options: dict[str, Any] = {
+        "causal": call.is_causal,
+        "softmax_scale": scale,
+        "window_size": window,
+    }
+    if call.call.page_size:
+        options["cache_seqlens"] = call.cache_seqlens
     return options | ({"softcap": softcap} if softcap else {})
 
 
@@ -125,7 +132,7 @@ MAKERS: dict[str, Callable[..., Attend]] = {
     "flex": flex,
 }
 IN_BOTH_LAYOUTS = ("cudnn", "fa2", "efficient")
-SPLITS_KEYS = ("fa3", "fa4")
+SPLITS_KEYS = READS_PAGES = ("fa3", "fa4")
 
 
 def needs_flex(call: ModelCall) -> bool:
@@ -150,20 +157,33 @@ def find(
     session: Session, call: ModelCall, sets: list[Inputs], check: GpuAccuracyCheck
 ) -> tuple[list[GpuCandidate], list[str]]:
     """The candidates, also peers that will refuse; the names of peers not installed here."""
-    step, cut = call.without_window()
     candidates: list[GpuCandidate] = []
     missing: dict[str, None] = {}
     for name, make in ways(session, call):
+        over_pages = call.call.page_size > 0 and name in READS_PAGES
+        step, cut = _without_window(call, over_pages)
         try:
-            attend = _cut_keys(make(step), cut)
+            attend = make(step)
         except ImportError as error:
             session.note(f"{name} is left out: {gpu.sentence(error)}")
             missing[name] = None
             continue
         except Exception as error:
             attend = _raise(error)
-        candidates += _layouts(name, attend, sets, check, tuple(call.scores.parameters.values()))
+        given = [step.in_pages((q, cut(k), cut(v))) for q, k, v in sets] if over_pages else sets
+        attend = attend if over_pages else _cut_keys(attend, cut)
+        candidates += _layouts(name, attend, given, check, tuple(call.scores.parameters.values()))
     return candidates, list(missing)
+
+
+def _without_window(
+    call: ModelCall, over_pages: bool
+) -> tuple[ModelCall, Callable[[Tensor], Tensor]]:
+    """ModelCall.without_window. A window that does not begin with a page stays a window."""
+    step, cut = call.without_window()
+    if over_pages and step.call.keys % call.call.page_size:
+        return call, lambda x: x
+    return step, cut
 
 
 def _cut_keys(attend: Attend, cut: Callable[[Tensor], Tensor]) -> Attend:

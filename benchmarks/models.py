@@ -20,7 +20,7 @@ from onchip.cli.bench import gpu
 from onchip.cli.bench.backward import GradientCheck, backward_kernel
 from onchip.cli.bench.gpu import GpuAccuracyCheck, GpuCandidate, Inputs, OutputCheck, RowSpec
 from onchip.cli.bench.harness import Row, Session, Threshold, worst_cell
-from onchip.cli.bench.paged import CHECKED, in_pages
+from onchip.cli.bench.paged import CHECKED
 from onchip.core.explain import Explanation
 
 PARTS = NAMES  # of --only
@@ -87,8 +87,7 @@ def make_check(call: ModelCall, inputs: Inputs) -> GpuAccuracyCheck:
 def our_candidate(call: ModelCall, sets: list[Inputs], check: GpuAccuracyCheck) -> GpuCandidate:
     parameters = tuple(call.scores.parameters.values())
     if call.call.page_size:
-        lengths = (call.call.keys,) * call.call.batch
-        sets = [in_pages(inputs, lengths, call.call.page_size) for inputs in sets]
+        sets = [call.in_pages(inputs) for inputs in sets]
     return GpuCandidate("onchip", call.ours(), sets, check, ours=True, parameters=parameters)
 
 

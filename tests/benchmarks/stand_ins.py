@@ -48,9 +48,16 @@ def _attend(packed, **options):
     )[None]
 
 
-def _flash(packed=None, *, window_size, learnable_sink=None, num_splits=1, **options):
+def _flash(
+    packed=None, cache_seqlens=None, *, window_size, learnable_sink=None, num_splits=1, **options
+):
     bounds = tuple(None if x == -1 else x for x in window_size)
-    return _attend(packed, window_size=bounds, sinks=learnable_sink, **options)
+    options |= {"window_size": bounds, "sinks": learnable_sink}
+    if cache_seqlens is None:
+        return _attend(packed, **options)
+    return lambda q, pages, table: onchip.paged_attention(
+        q, *pages, table, cache_seqlens, **options
+    )
 
 
 def _fa2(causal, window=None, softmax_scale=None, packed=None):

@@ -143,7 +143,7 @@ def test_a_row_names_its_model_its_peers_and_their_refusals(took):
 
 
 def test_a_row_without_a_package_does_not_count(took, monkeypatch):
-    def missing(packed=None, **options):
+    def missing(packed=None, cache_seqlens=None, **options):
         raise ImportError("No module named 'flash_attn'")
 
     monkeypatch.setattr(peers, "fa4", missing)

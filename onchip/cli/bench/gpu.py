@@ -51,6 +51,7 @@ from onchip.testing import oracle, rmse
 SAMPLE_MS, MAX_CALLS = 5.0, 2000
 ROUNDS, QUICK_ROUNDS = 30, 6
 CONTROL_LIMIT, TRIES = 0.015, 3
+LONG_START = 10.0  # seconds of compiling and checking that are told
 PEER_LIMIT = 2.0  # a peer with this many times our RMSE does not compute the same function
 TOKENS, HIDDEN = 16384, 2048
 LENGTHS, HEAD_DIMS = (512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256)
@@ -526,6 +527,7 @@ def _check_and_capture(
     errors: dict[str, dict[str, float]] = {}
     captures: dict[str, Capture] = {}
     for candidate in _all_candidates(specs):
+        start = time.monotonic()
         try:
             candidate_errors = candidate.check(candidate, candidate.ours)
             if not candidate.ours:
@@ -541,6 +543,8 @@ def _check_and_capture(
             else:
                 session.note(f"{candidate.label} is left out: {sentence(error)}", f" ({case})")
             continue
+        if (took := time.monotonic() - start) > LONG_START:
+            session.note(f"{candidate.label}: {took:.0f} s to compile and check", f" ({case})")
         if candidate.name not in captures or capture.ms < captures[candidate.name].ms:
             errors[candidate.name], captures[candidate.name] = candidate_errors, capture
     return errors, captures, {name: r for name, r in refusals.items() if name not in captures}

@@ -110,31 +110,46 @@ def fa2(
     return attend
 
 
-def fa3(packed: Lengths | None = None, **options) -> Attend:
+def fa3(packed: Lengths | None = None, cache_seqlens: Tensor | None = None, **options) -> Attend:
     """FlashAttention-3's forward, from the package fa3-fwd or its own; ImportError where both are
-    missing. In FP8 it takes descales, too.
+    missing. In FP8 it takes descales, too. With cache_seqlens, attend(q, pages of k and v,
+    page_table).
     """
     name = "flash_attn_interface" if find_spec("flash_attn_interface") else "fa3_fwd_interface"
-    return _flash(import_module(name), packed, options)
+    module = import_module(name)
+    if cache_seqlens is None:
+        return _flash(module, packed, options)
+    return _over_pages(module.flash_attn_with_kvcache, options | {"cache_seqlens": cache_seqlens})
 
 
-def fa4(packed: Lengths | None = None, **options) -> Attend:
+def fa4(packed: Lengths | None = None, cache_seqlens: Tensor | None = None, **options) -> Attend:
     """FlashAttention-4, from the package flash-attn-4; ImportError where it is missing. Its first
-    call of a kind compiles for some seconds.
+    call of a kind compiles for some seconds. cache_seqlens: as of fa3.
     """
-    return _flash(import_module("flash_attn.cute"), packed, options)
+    module = import_module("flash_attn.cute")
+    if cache_seqlens is None:
+        return _flash(module, packed, options)
+    return _over_pages(module.flash_attn_varlen_func, options | {"seqused_k": cache_seqlens})
 
 
 def _flash(module, packed: Lengths | None, options: dict) -> Attend:
-    """(out, lse) of some versions becomes out. Packed sequences are one batch entry."""
-    out_of = lambda result: result[0] if isinstance(result, tuple) else result
+    """Packed sequences are one batch entry."""
     if packed is None:
         function = module.flash_attn_func
-        return lambda q, k, v, **scales: out_of(function(q, k, v, **options, **scales))
+        return lambda q, k, v, **scales: _out(function(q, k, v, **options, **scales))
     function, (cu, longest) = module.flash_attn_varlen_func, packed
     lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
     lengths |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-    return lambda q, k, v: out_of(function(q[0], k[0], v[0], **lengths, **options))[None]
+    return lambda q, k, v: _out(function(q[0], k[0], v[0], **lengths, **options))[None]
+
+
+def _over_pages(function: Callable, options: dict) -> Attend:
+    return lambda q, pages, table: _out(function(q, *pages, page_table=table, **options))
+
+
+def _out(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """out of (out, lse), which some versions return."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def flex(
