@@ -147,19 +147,16 @@ class BlockMask:
         return grid
 
     def to_dense(self) -> Tensor:
-        """Bool (planes_b, planes_h, seqlen_q, seqlen_k): for tests and pictures, O(N^2) memory."""
+        """Bool (planes_b, planes_h, seqlen_q, seqlen_k), in O(N^2) memory."""
         planes_b, planes_h, seqlen_q, seqlen_k = self.shape
         n_q, n_k = num_blocks(seqlen_q), num_blocks(seqlen_k)
-        dense = torch.zeros(planes_b, planes_h, n_q, n_k, BLOCK, BLOCK, dtype=torch.bool)
+        dense = torch.zeros(planes_b * planes_h * n_q, n_k, BLOCK, BLOCK, dtype=torch.bool)
         lists = BlockLists(*(t.cpu() for t in self.rows))
-        tiles = unpack(self.tiles.cpu())
-        for b in range(planes_b):
-            for h in range(planes_h):
-                offsets = lists.partial_offsets[b, h]
-                ids = lists.partial_tiles[int(offsets[0]) : int(offsets[-1])]
-                dense[b, h][_cells(offsets, lists.partial_indices)] = tiles[ids]
-                dense[b, h][_cells(lists.full_offsets[b, h], lists.full_indices)] = True
-        dense = dense.transpose(3, 4).reshape(planes_b, planes_h, n_q * BLOCK, n_k * BLOCK)
+        partial = owners(flat_offsets(lists.partial_offsets)), lists.partial_indices.long()
+        dense[partial] = unpack(self.tiles.cpu())[lists.partial_tiles.long()]
+        dense[owners(flat_offsets(lists.full_offsets)), lists.full_indices.long()] = True
+        dense = dense.view(planes_b, planes_h, n_q, n_k, BLOCK, BLOCK).transpose(3, 4)
+        dense = dense.reshape(planes_b, planes_h, n_q * BLOCK, n_k * BLOCK)
         return dense[:, :, :seqlen_q, :seqlen_k].to(self.device)
 
     @cached_property

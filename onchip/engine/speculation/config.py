@@ -32,7 +32,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     disable_by_batch_size: int | None = None
-    enforce_eager: bool = True  # until these graphs have run on a GPU
+    enforce_eager: bool = False
     speculative_token_tree: str | None = None
 
     def __post_init__(self) -> None:

@@ -1,5 +1,5 @@
 """torch's own CPU flash kernel, called once per group of query blocks, over only the keys that the
-group sees.
+group sees; or once for all planes of a mask, over all keys, where the planes are small.
 
 The kernel is fast, but has these limits. Each is handled here and tested in
 tests/kernels/cpu/test_aten.py:
@@ -49,6 +49,9 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 _MASKED_CELLS = 1 << 22  # a float mask of at most 16 MB
 _LOWEST = -1e30  # below all logits of a row with lse = 0
 _CALL_COST = 1 << 16  # a call costs 100 us besides its cells: as much as so many cells of one head
+# Cells of the heads of a plane up to which all planes are one call, over all keys: as many as take
+# the time in which the calls of one plane are found, 0.5 ms.
+_SMALL_PLANE = 1 << 18
 
 
 class FlashCall(NamedTuple):
@@ -92,6 +95,11 @@ def forward(problem: Problem, x: Tensors) -> Result:
     if _is_whole(problem, x):
         out, lse = _call_forward(problem, _heads_first(q, k, v), problem.causal, None)
         out, lse = _cut_columns(out.transpose(1, 2), problem.head_dim_v), lse.contiguous()
+    elif _has_small_planes(problem, x):
+        mask, without_keys = _mask_of_planes(_whole_rule(problem, x), accumulator_dtype(compute))
+        out, lse = _call_forward(problem, _heads_first(q, k, v), False, mask)
+        lse = lse if without_keys is None else lse.masked_fill(without_keys, -torch.inf)
+        out = _cut_columns(out.transpose(1, 2), problem.head_dim_v)
     else:
         out, lse = empty_result(problem._replace(out_dtype=compute), x)
         for head_slice in head_slices(problem, x):
@@ -145,7 +153,7 @@ def _mark_empty_rows(
     if is_causal:
         s = s.masked_fill(torch.arange(k.shape[2]) > rows[:, None], -torch.inf)
     elif mask is not None:
-        s = s + mask[rows]
+        s = s + mask[..., rows, :]
     empty = (lse[:, :, rows] == 0) & (s.amax(-1) < _LOWEST)
     return lse.index_copy(2, rows, lse[:, :, rows].masked_fill(empty, -torch.inf))
 
@@ -182,6 +190,10 @@ def backward(
     safe_lse = lse.masked_fill(lse == -torch.inf, 0.0)  # rows without a visible key: p = 0
     if _is_whole(problem, x):
         grads = _call_backward(problem, _heads_first(*operands), safe_lse, problem.causal, None)
+        grads = _heads_first(*grads)
+    elif _has_small_planes(problem, x):
+        mask, _ = _mask_of_planes(_whole_rule(problem, x), wide)
+        grads = _call_backward(problem, _heads_first(*operands), safe_lse, False, mask)
         grads = _heads_first(*grads)
     else:
         grads = [torch.zeros(*t.shape[:-1], width, dtype=wide) for t in x[:3]]
@@ -263,6 +275,30 @@ def _is_whole(problem: Problem, x: Tensors) -> bool:
     unbounded = problem.window_size == (None, None) and x.mask is None and not problem.packed
     square = not problem.causal or problem.seqlen_q == problem.seqlen_k
     return unbounded and square and min(problem.batch, problem.seqlen_q, problem.seqlen_k) > 0
+
+
+def _has_small_planes(problem: Problem, x: Tensors) -> bool:
+    """True if the planes of a mask are faster as one call, which reads all keys."""
+    if x.mask is None or problem.packed:
+        return False
+    batch, heads = x.mask.shape[:2]
+    cells = problem.seqlen_q * problem.seqlen_k
+    together = (problem.batch if batch == 1 else 1) * (problem.num_heads if heads == 1 else 1)
+    is_small = 0 < cells * together <= _SMALL_PLANE and batch * heads * cells <= _MASKED_CELLS
+    return batch * heads > 1 and is_small and problem.batch > 0
+
+
+def _whole_rule(problem: Problem, x: Tensors) -> Visibility:
+    lengths = problem.seqlen_q, problem.seqlen_k
+    return Visibility(*lengths, problem.causal, problem.window_size, x.mask)
+
+
+@lru_cache(maxsize=4)  # at most 16 MB each; the backward and other layers have the same mask
+def _mask_of_planes(rule: Visibility, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """(0 / -inf mask of all planes, rows that see no key)"""
+    visible = rule.mask.to_dense().cpu()
+    band = rule._replace(mask=None).tile(0, rule.seqlen_q, 0, rule.seqlen_k)
+    return _as_float(visible if band is None else visible & band, dtype)
 
 
 @lru_cache(maxsize=16)  # the backward needs the same calls as the forward
@@ -362,7 +398,7 @@ def _band_mask(
 
 
 def _as_float(visible: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    without_keys = ~visible.any(1)
+    without_keys = ~visible.any(-1)
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
     return mask, without_keys if bool(without_keys.any()) else None
 

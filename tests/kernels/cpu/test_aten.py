@@ -276,3 +276,44 @@ class TestScoresOfMinusInfinity:
         q[:, 2:] = -1e20
         out, lse = attend(q, k, v, return_lse=True)
         assert out.eq(0).all() and lse[0, 0].tolist() == [0.0, 0.0, -math.inf, -math.inf]
+
+
+class TestPlanesOfAMask:
+    """Small planes of a mask are one call, large ones are calls of their own."""
+
+    @pytest.fixture(params=["one call", "a call each"])
+    def most_cells(self, request, monkeypatch):
+        if request.param == "a call each":
+            monkeypatch.setattr(aten, "_SMALL_PLANE", 0)
+
+    @pytest.mark.parametrize("heads", [1, 4])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"causal": True},
+            {"window_size": (9, 2)},
+            {"softmax_scale": -0.3},
+            {"sinks": torch.linspace(-1, 1, 4)},
+        ],
+        ids=str,
+    )
+    def test_onchip(self, most_cells, heads, options):
+        """Rows without keys, whole planes without keys, grouped heads, unequal widths."""
+        q, k, v = make_qkv(3, 21, 30, num_heads=4, num_kv_heads=2, head_dim=8, head_dim_v=12)
+        generator = torch.Generator().manual_seed(heads)
+        visible = torch.rand(3, heads, 21, 30, generator=generator) < 0.3
+        visible[0, :, :, 25:], visible[1, 0, 4], visible[2, -1] = False, False, False
+        mask = masks.build(masks.dense(visible), 3, heads, 21, 30)
+        assert_accurate(attend, q, k, v, mask=mask, grad=True, **options)
+
+    def test_small_planes_are_one_call(self, monkeypatch):
+        calls, call = [], aten._call_forward
+        monkeypatch.setattr(aten, "_call_forward", lambda *args: calls.append(1) or call(*args))
+        visible = torch.rand(5, 1, 16, 16) < 0.5
+        mask = masks.build(masks.dense(visible), 5, 1, 16, 16)
+        attend(*make_qkv(5, 16, num_heads=2), mask=mask)
+        assert len(calls) == 1
+        monkeypatch.setattr(aten, "_SMALL_PLANE", 16 * 16 * 2 - 1)
+        attend(*make_qkv(5, 16, num_heads=2), mask=mask)
+        assert len(calls) == 6
