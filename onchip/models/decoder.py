@@ -129,6 +129,7 @@ class DecoderAttention(nn.Module):
     rope_index: int | None
     qkv: Linear
     out: Linear
+    sinks: nn.Parameter | None
     q_norm: NormLayer | None
     k_norm: NormLayer | None
 
@@ -141,6 +142,7 @@ class DecoderAttention(nn.Module):
         self.rope_index = None if layer.rotary is None else rotaries.index(layer.rotary)
         self.qkv = Linear(width, sum(self.heads) * dim, config.qkv_bias, factory)
         self.out = Linear(heads * dim, width, config.out_bias, factory)
+        self.sinks = factory.empty(heads) if config.sinks else None
         self.q_norm = NormLayer(config, dim, factory) if config.qk_norm else None
         self.k_norm = NormLayer(config, dim, factory) if config.qk_norm else None
 
@@ -153,7 +155,10 @@ class DecoderAttention(nn.Module):
             self._norm_and_rotate(q, self.q_norm, rope),
             self._norm_and_rotate(k, self.k_norm, rope),
         )
-        return self.out(attend(self.index, q, k, v, **self.options).flatten(-2))
+        return self.out(attend(self.index, q, k, v, **self._options()).flatten(-2))
+
+    def _options(self) -> dict[str, Any]:
+        return self.options if self.sinks is None else self.options | {"sinks": self.sinks}
 
     def _fuses(self, qkv: Tensor) -> bool:
         """Whether norms, rotation and page write run as one launch; checked writes do not."""
@@ -162,10 +167,11 @@ class DecoderAttention(nn.Module):
 
     def attend_pages(self, qkv: Tensor, rope: Rope, paged: PagedAttend) -> Tensor:
         """Write keys and values to their pages, and attend."""
-        if not fuses_prefill(*paged, self.options):
-            return paged.read(self.index, self.write(qkv, rope, paged), **self.options)
+        options = self._options()
+        if not fuses_prefill(*paged, options):
+            return paged.read(self.index, self.write(qkv, rope, paged), **options)
         projections = self._projections(qkv, rope)
-        return attend_projections(*paged, self.index, projections, **self.options)
+        return attend_projections(*paged, self.index, projections, **options)
 
     def write(self, qkv: Tensor, rope: Rope, paged: PagedAttend) -> Tensor:
         """Return the queries, normalised and rotated; write the keys, treated alike, and the values
@@ -434,7 +440,7 @@ def positions_of(batch: PagedBatch) -> Tensor:
 
 
 def score_options(config: ModelConfig, layer: Layer) -> dict[str, Any]:
-    """The options of attention that a config implies."""
+    """The options of attention that a config implies, but for sinks, which are parameters."""
     options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "softcap": config.softcap}
     if layer.window is not None:
         options["window_size"] = (layer.window - 1, 0)
