@@ -73,10 +73,12 @@ def clamped_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:
     """(up + 1) * gate * sigmoid(alpha * gate) of a projection (..., 2 inner) that holds gate, at
     most limit, and up, limited to [-limit, limit]; in fp32 and rounded once.
     """
+    if kernel := fused(x):
+        return kernel.clamped_swiglu(x, limit, alpha)
     wide = x if x.dtype == torch.float64 else x.float()
     gate, up = wide.chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
+    return ((up + 1) * (gate * torch.sigmoid(alpha * gate))).to(x.dtype)
 
 
 class Projections(NamedTuple):
