@@ -48,7 +48,7 @@ _HARMLESS = {name for names in _HARMLESS_BY_SUBJECT.values() for name in names.s
 
 
 class ClampedSwiGLU(NamedTuple):
-    """(up + 1) * gate * sigmoid(alpha * gate), after gate is limited to at most `limit`, and up to
+    """(up + 1) * (gate * sigmoid(alpha * gate)), after gate is limited to at most `limit`, and up to
     [-limit, limit].
     """
 

@@ -197,6 +197,13 @@ def test_experts_in_mxfp4_are_loaded(published, tmp_path):
     assert all(map(torch.equal, again.parameters(), loaded.parameters()))
 
 
+def test_an_engine_serves_experts_in_mxfp4(published):
+    folder, _ = published
+    decoder = models.load(folder, dtype=torch.float32)
+    served = token_ids(str(folder), dtype="float32")
+    assert served == [greedy(decoder, prompt) for prompt in PROMPTS]
+
+
 def test_mxfp4_is_dequantised_as_by_transformers(published):
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     folder, plain = published
