@@ -48,8 +48,8 @@ _HARMLESS = {name for names in _HARMLESS_BY_SUBJECT.values() for name in names.s
 
 
 class ClampedSwiGLU(NamedTuple):
-    """(up + 1) * (gate * sigmoid(alpha * gate)), after gate is limited to at most `limit`, and up to
-    [-limit, limit].
+    """(up + 1) * gate * sigmoid(alpha * gate), of a gate that is at most `limit`, and of up, which
+    is limited to [-limit, limit].
     """
 
     limit: float

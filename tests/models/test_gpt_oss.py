@@ -215,15 +215,15 @@ def test_mxfp4_is_dequantised_as_by_transformers(published):
 
 
 def test_every_code_and_scale_of_mxfp4_is_dequantised():
-    """E8M0 from 2^-126 on, which are normal numbers; 255 stands for NaN."""
+    """E8M0: 0 to 254 are powers of two, 255 is NaN."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-    blocks = torch.arange(256).view(16, 1, 16).repeat(1, 253, 1).to(torch.uint8)
-    scales = torch.arange(1, 254).repeat(16, 1).to(torch.uint8)
-    ours = mxfp4_weights.dequantise(blocks, scales, 253 * 32).bfloat16()
+    blocks = torch.arange(256).view(16, 1, 16).repeat(1, 255, 1).to(torch.uint8)
+    scales = torch.arange(255).repeat(16, 1).to(torch.uint8)
+    ours = mxfp4_weights.dequantise(blocks, scales, 255 * 32).bfloat16()
     theirs = mxfp4.convert_moe_packed_tensors(blocks[None], scales[None])[0].T
     assert torch.equal(ours, theirs)
     unknown = torch.full_like(scales, 255)
-    assert mxfp4_weights.dequantise(blocks, unknown, 253 * 32).isnan().all()
+    assert mxfp4_weights.dequantise(blocks, unknown, 255 * 32).isnan().all()
 
 
 def test_a_shard_has_a_part_of_every_expert_in_mxfp4(published):
