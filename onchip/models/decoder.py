@@ -125,7 +125,6 @@ class DecoderAttention(nn.Module):
     heads: tuple[int, int, int]
     head_dim: int
     index: int
-    options: dict[str, Any]
     rope_index: int | None
     qkv: Linear
     out: Linear
@@ -138,7 +137,7 @@ class DecoderAttention(nn.Module):
         heads, dim, width = config.num_heads, config.head_dim, config.hidden_size
         self.heads, self.head_dim = (heads, config.num_kv_heads, config.num_kv_heads), dim
         layer, rotaries = config.layers[index], config.rotaries
-        self.index, self.options = index, score_options(config, layer)
+        self.index, self._score_options = index, score_options(config, layer)
         self.rope_index = None if layer.rotary is None else rotaries.index(layer.rotary)
         self.qkv = Linear(width, sum(self.heads) * dim, config.qkv_bias, factory)
         self.out = Linear(heads * dim, width, config.out_bias, factory)
@@ -155,10 +154,13 @@ class DecoderAttention(nn.Module):
             self._norm_and_rotate(q, self.q_norm, rope),
             self._norm_and_rotate(k, self.k_norm, rope),
         )
-        return self.out(attend(self.index, q, k, v, **self._options()).flatten(-2))
+        return self.out(attend(self.index, q, k, v, **self.options).flatten(-2))
 
-    def _options(self) -> dict[str, Any]:
-        return self.options if self.sinks is None else self.options | {"sinks": self.sinks}
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of each attention call of this layer."""
+        options = self._score_options
+        return options if self.sinks is None else options | {"sinks": self.sinks}
 
     def _fuses(self, qkv: Tensor) -> bool:
         """Whether norms, rotation and page write run as one launch; checked writes do not."""
@@ -167,7 +169,7 @@ class DecoderAttention(nn.Module):
 
     def attend_pages(self, qkv: Tensor, rope: Rope, paged: PagedAttend) -> Tensor:
         """Write keys and values to their pages, and attend."""
-        options = self._options()
+        options = self.options
         if not fuses_prefill(*paged, options):
             return paged.read(self.index, self.write(qkv, rope, paged), **options)
         projections = self._projections(qkv, rope)
