@@ -99,6 +99,7 @@ def _layer_call(model: Decoder, cache: KVCache, precision: str) -> Problem:
         causal=True,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         softcap=config.softcap,
+        has_sinks=config.sinks,
         precision=precision,
         page_size=spec.page_size,
         page_dtype=spec.kv_dtype,

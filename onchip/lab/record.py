@@ -128,6 +128,7 @@ class WeightRecorder:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         options["causal"] = True
         out, lse = onchip.attention(q, k, v, return_lse=True, **options)
+        options.pop("sinks", None)  # lse contains them
         self.weights.append(onchip.attention_weights(q, k, lse, self.rows, **options)[0])
         return out
 

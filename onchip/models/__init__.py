@@ -3,7 +3,7 @@ other causal language model through transformers.
 """
 
 from . import builtin
-from .config import FAMILIES, Experts, Layer, ModelConfig
+from .config import FAMILIES, ClampedSwiGLU, Experts, Layer, ModelConfig
 from .decoder import Decoder, positions_of
 from .folders import about, is_native, resolve
 from .foreign import Foreign, ForeignCheckpoint, inspect_foreign, load_foreign
@@ -15,6 +15,7 @@ from .weight_names import Shard, num_parameters
 __all__ = [
     "FAMILIES",
     "Checkpoint",
+    "ClampedSwiGLU",
     "Decoder",
     "Experts",
     "Foreign",

@@ -8,7 +8,7 @@ mathematics.
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from onchip.core.problem import check_head_dims
 from onchip.models.fields import Fields, check_size
@@ -47,12 +47,22 @@ _HARMLESS_BY_SUBJECT = {
 _HARMLESS = {name for names in _HARMLESS_BY_SUBJECT.values() for name in names.split()}
 
 
+class ClampedSwiGLU(NamedTuple):
+    """(up + 1) * gate * sigmoid(alpha * gate), of a gate that is at most `limit`, and of up, which
+    is limited to [-limit, limit].
+    """
+
+    limit: float
+    alpha: float
+
+
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer: gated MLPs without biases. Each token passes through `per_token` of
-    them, chosen by the softmax of a router. is_normalised: the weights of a token are divided by
-    their sum. shared_size: the intermediate size of one more expert, through which all tokens pass.
-    router_jitter_noise: of training.
+    """The experts of a layer: gated MLPs. Each token passes through `per_token` of them, chosen by
+    the softmax of a router. is_normalised: the weights of a token are divided by their sum.
+    shared_size: the intermediate size of one more expert, through which all tokens pass.
+    router_jitter_noise: of training. has_bias: the router and both products of an expert have one.
+    swiglu: what the experts have in place of the activation of the config.
     """
 
     num_experts: int
@@ -61,6 +71,8 @@ class Experts:
     is_normalised: bool = True
     shared_size: int | None = None
     router_jitter_noise: float = 0.0
+    has_bias: bool = False
+    swiglu: ClampedSwiGLU | None = None
 
     def __post_init__(self) -> None:
         for size in ("num_experts", "per_token", "intermediate_size"):
@@ -71,6 +83,8 @@ class Experts:
             raise ValueError(
                 f"a token cannot have {self.per_token} of num_experts={self.num_experts}"
             )
+        if self.has_bias and self.shared_size is not None:
+            raise ValueError("a shared expert has no biases, nor do the experts beside it")
 
 
 @dataclass(frozen=True)
@@ -92,7 +106,8 @@ class ModelConfig:
     the outputs of attention and MLP are also normalised before they are added to the residual
     stream. qk_norm: queries and keys of each head are normalised before they are rotated. gated:
     the MLP is down(activation(gate(x)) * up(x)), else down(activation(up(x))). softcap and
-    logit_softcap: c * tanh(x / c) of scores and of logits, 0 for none. tied: the head is the
+    logit_softcap: c * tanh(x / c) of scores and of logits, 0 for none. sinks: the softmax of every
+    head of a layer has one more logit, learned and without a value. tied: the head is the
     embedding. source: the text of its config.json.
     """
 
@@ -118,6 +133,7 @@ class ModelConfig:
     softmax_scale: float | None = None
     softcap: float = 0.0
     logit_softcap: float = 0.0
+    sinks: bool = False
     embedding_scale: float = 1.0
     learned_positions: bool = False
     tied: bool = False
@@ -196,7 +212,7 @@ class ModelConfig:
         if (layer.rotary is None) != self.learned_positions:
             raise ValueError("a layer rotates its queries if and only if no positions are learned")
         if layer.experts is not None and (self.mlp_bias or not self.gated):
-            raise ValueError("experts are gated MLPs without biases")
+            raise ValueError("experts are gated MLPs, and mlp_bias is of layers without experts")
 
 
 def _divide(name: str, value: int, world_size: int) -> int:
@@ -401,6 +417,45 @@ def _qwen3_moe(f: Fields) -> dict[str, Any]:
     return _qwen_moe(f, layers) | {"qkv_bias": bias, "out_bias": bias, "qk_norm": True}
 
 
+def _gpt_oss(f: Fields) -> dict[str, Any]:
+    """Sinks in every layer, a sliding window in every other, experts with biases. A router that
+    takes the softmax of the chosen logits alone has the weights of one over all, normalised.
+    """
+    f.require_present("num_key_value_heads", "head_dim", "sliding_window")
+    f.must_be("hidden_act", "silu")  # the published name of what `swiglu` describes
+    f.take("initial_context_length", None)  # only original_max_position_embeddings is read
+    _check_mxfp4(f)
+    if not f.block("rope_scaling") and not f.block("rope_parameters"):
+        raise ValueError(f"{f.what} has neither rope_scaling nor rope_parameters")
+    sizes, bias = _sizes(f), f.flag("attention_bias", True)
+    rotary = _rotary(f, sizes["head_dim"], default_theta=150_000.0)
+    period = ["sliding_attention", "full_attention"]
+    default = [period[i % 2] for i in range(_num_layers(f))]
+    window = f.size("sliding_window", None)
+    layers = _patterned(f, window, default, dict.fromkeys(period, rotary))
+    experts = _experts(f, sizes["intermediate_size"], is_normalised=True)
+    f.must_be("experts_per_token", experts.per_token)
+    swiglu = ClampedSwiGLU(f.positive("swiglu_limit", 7.0), f.positive("swiglu_alpha", 1.702))
+    experts = replace(experts, has_bias=True, swiglu=swiglu)
+    return sizes | {
+        "layers": tuple(replace(layer, experts=experts) for layer in layers),
+        "sinks": True,
+        "qkv_bias": bias,
+        "out_bias": bias,
+    }
+
+
+def _check_mxfp4(f: Fields) -> None:
+    """A quantization_config may only be that of experts in MXFP4: names and types of the tensors
+    tell which they are.
+    """
+    stated = Fields(f.block("quantization_config"), "quantization_config")
+    stated.must_be("quant_method", "mxfp4")
+    stated.take("modules_to_not_convert", None)
+    stated.take("dequantize", None)
+    stated.reject_unread()
+
+
 def _experts(
     f: Fields, intermediate_size: int, is_normalised: bool, shared_size: int | None = None
 ) -> Experts:
@@ -551,6 +606,7 @@ FAMILIES: dict[str, Callable[[Fields], dict[str, Any]]] = {
     "mixtral": _mixtral,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "gpt_oss": _gpt_oss,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,

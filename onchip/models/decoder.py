@@ -125,10 +125,10 @@ class DecoderAttention(nn.Module):
     heads: tuple[int, int, int]
     head_dim: int
     index: int
-    options: dict[str, Any]
     rope_index: int | None
     qkv: Linear
     out: Linear
+    sinks: nn.Parameter | None
     q_norm: NormLayer | None
     k_norm: NormLayer | None
 
@@ -137,10 +137,11 @@ class DecoderAttention(nn.Module):
         heads, dim, width = config.num_heads, config.head_dim, config.hidden_size
         self.heads, self.head_dim = (heads, config.num_kv_heads, config.num_kv_heads), dim
         layer, rotaries = config.layers[index], config.rotaries
-        self.index, self.options = index, score_options(config, layer)
+        self.index, self._score_options = index, score_options(config, layer)
         self.rope_index = None if layer.rotary is None else rotaries.index(layer.rotary)
         self.qkv = Linear(width, sum(self.heads) * dim, config.qkv_bias, factory)
         self.out = Linear(heads * dim, width, config.out_bias, factory)
+        self.sinks = factory.empty(heads) if config.sinks else None
         self.q_norm = NormLayer(config, dim, factory) if config.qk_norm else None
         self.k_norm = NormLayer(config, dim, factory) if config.qk_norm else None
 
@@ -155,6 +156,12 @@ class DecoderAttention(nn.Module):
         )
         return self.out(attend(self.index, q, k, v, **self.options).flatten(-2))
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of each attention call of this layer."""
+        options = self._score_options
+        return options if self.sinks is None else options | {"sinks": self.sinks}
+
     def _fuses(self, qkv: Tensor) -> bool:
         """Whether norms, rotation and page write run as one launch; checked writes do not."""
         norm = self.q_norm
@@ -162,10 +169,11 @@ class DecoderAttention(nn.Module):
 
     def attend_pages(self, qkv: Tensor, rope: Rope, paged: PagedAttend) -> Tensor:
         """Write keys and values to their pages, and attend."""
-        if not fuses_prefill(*paged, self.options):
-            return paged.read(self.index, self.write(qkv, rope, paged), **self.options)
+        options = self.options
+        if not fuses_prefill(*paged, options):
+            return paged.read(self.index, self.write(qkv, rope, paged), **options)
         projections = self._projections(qkv, rope)
-        return attend_projections(*paged, self.index, projections, **self.options)
+        return attend_projections(*paged, self.index, projections, **options)
 
     def write(self, qkv: Tensor, rope: Rope, paged: PagedAttend) -> Tensor:
         """Return the queries, normalised and rotated; write the keys, treated alike, and the values
@@ -429,7 +437,7 @@ def positions_of(batch: PagedBatch) -> Tensor:
 
 
 def score_options(config: ModelConfig, layer: Layer) -> dict[str, Any]:
-    """The options of attention that a config implies."""
+    """The options of attention that a config implies, but for sinks, which are parameters."""
     options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "softcap": config.softcap}
     if layer.window is not None:
         options["window_size"] = (layer.window - 1, 0)

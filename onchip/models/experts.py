@@ -23,7 +23,7 @@ from onchip.core.device import device_info
 from onchip.core.problem import UnsupportedError
 from onchip.models.config import Experts, ModelConfig
 from onchip.models.linear import Linear, ParameterFactory
-from onchip.models.pointwise import gated_activation
+from onchip.models.pointwise import clamped_swiglu, gated_activation
 
 _ALIGNED = 8  # torch's grouped product reads rows of bf16 at multiples of 16 bytes
 
@@ -39,11 +39,13 @@ class Routing(NamedTuple):
 
 class RowGroups(NamedTuple):
     """Rows sorted by expert. choices: of each row, token * per_token + i if it is for the i-th
-    expert of that token, int64 (rows,). ends: of the rows of each expert, int32 (num_experts,).
-    sizes: how many rows each expert has; None if the host has not read them.
+    expert of that token, int64 (rows,). experts: of each row, int64 (rows,). ends: of the rows of
+    each expert, int32 (num_experts,). sizes: how many rows each expert has; None if the host has
+    not read them.
     """
 
     choices: Tensor
+    experts: Tensor
     ends: Tensor
     sizes: list[int] | None
 
@@ -69,13 +71,13 @@ def group_rows(experts: Tensor, num_experts: int, reads_sizes: bool = True) -> R
     numbers = torch.arange(num_experts, device=experts.device)
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
     if not reads_sizes:
-        return RowGroups(choices, ends, None)
+        return RowGroups(choices, ordered, ends, None)
     if experts.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "a CUDA graph cannot hold this layer of experts: the host reads how many tokens each"
             " has, except in bf16 on a GPU of capability 9 or 10, without gradients"
         )
-    return RowGroups(choices, ends, ends.diff(prepend=ends.new_zeros(1)).tolist())
+    return RowGroups(choices, ordered, ends, ends.diff(prepend=ends.new_zeros(1)).tolist())
 
 
 def take_rows(x: Tensor, groups: RowGroups, per_token: int) -> Tensor:
@@ -95,14 +97,22 @@ def has_grouped_product(device: torch.device, dtype: torch.dtype, inner: int) ->
     return capability is not None and capability[0] in (9, 10)
 
 
-def multiply_groups(rows: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-    """rows @ matrix.T with the matrix of each row's expert; weight (num_experts * outer, inner)."""
-    matrices = weight.unflatten(0, (len(groups.ends), -1))
+def multiply_groups(
+    rows: Tensor, weight: Tensor, groups: RowGroups, bias: Tensor | None = None
+) -> Tensor:
+    """rows @ matrix.T + bias with the matrix and the bias of each row's expert; weight (num_experts
+    * outer, inner), bias (num_experts * outer,).
+    """
+    count = len(groups.ends)
+    matrices = weight.unflatten(0, (count, -1))
+    biases = None if bias is None else bias.unflatten(0, (count, -1))
     if groups.sizes is None:
-        return F.grouped_mm(rows, matrices.transpose(1, 2), offs=groups.ends)
-    pairs = zip(rows.split(groups.sizes), matrices.unbind(), strict=True)
+        out = F.grouped_mm(rows, matrices.transpose(1, 2), offs=groups.ends)
+        return out if biases is None else out + biases[groups.experts]
+    each = [None] * count if biases is None else biases.unbind()
+    parts = zip(rows.split(groups.sizes), matrices.unbind(), each, strict=True)
     needs_all = len(rows) == 0  # of no rows, every product is empty
-    return torch.cat([F.linear(part, m) for part, m in pairs if needs_all or len(part)])
+    return torch.cat([F.linear(*part) for part in parts if needs_all or len(part[0])])
 
 
 def combine_rows(rows: Tensor, groups: RowGroups, routing: Routing) -> Tensor:
@@ -114,36 +124,41 @@ def combine_rows(rows: Tensor, groups: RowGroups, routing: Routing) -> Tensor:
 
 class ExpertsUp(nn.Module):
     """Gate and up of all experts. The weight holds the rows of gate, then up, of expert 0, then
-    of expert 1, and so on.
+    of expert 1, and so on; the bias their elements.
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(self, width: int, experts: Experts, factory: ParameterFactory):
         super().__init__()
         rows = experts.num_experts * 2 * experts.intermediate_size
         self.weight = factory.empty(rows, width)
+        self.bias = factory.empty(rows) if experts.has_bias else None
 
     def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
-        return multiply_groups(rows, self.weight, groups)
+        return multiply_groups(rows, self.weight, groups, self.bias)
 
 
 class ExpertsDown(nn.Module):
     """The second product of all experts, and the sum over the experts of a token; `shared` is added
     to it, so that ranks of tensor parallelism sum both at once. The weight holds the rows of expert
-    0, then of expert 1, and so on.
+    0, then of expert 1, and so on; the bias their elements.
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(self, width: int, experts: Experts, factory: ParameterFactory):
         super().__init__()
         self.weight = factory.empty(experts.num_experts * width, experts.intermediate_size)
+        self.bias = factory.empty(experts.num_experts * width) if experts.has_bias else None
 
     def forward(
         self, rows: Tensor, groups: RowGroups, routing: Routing, shared: Tensor | None
     ) -> Tensor:
-        out = combine_rows(multiply_groups(rows, self.weight, groups), groups, routing)
+        rows = multiply_groups(rows, self.weight, groups, self.bias)
+        out = combine_rows(rows, groups, routing)
         return out if shared is None else out + shared
 
 
@@ -179,15 +194,16 @@ class SparseMLP(nn.Module):
         self.experts, self.activation = experts, config.activation
         shared_size = experts.shared_size
         self.shared = None if shared_size is None else SharedExpert(config, shared_size, factory)
-        self.router = Linear(width, experts.num_experts, False, factory)
+        self.router = Linear(width, experts.num_experts, experts.has_bias, factory)
         self.up = ExpertsUp(width, experts, factory)
         self.down = ExpertsDown(width, experts, factory)
 
     @property
     def idle_weights(self) -> int:
-        """The number of weights that a token is not multiplied with: of other experts."""
+        """The number of weights that a token does not need: of other experts."""
         count, per_token = self.experts.num_experts, self.experts.per_token
-        return (self.up.weight.numel() + self.down.weight.numel()) // count * (count - per_token)
+        weights = (*self.up.parameters(), *self.down.parameters())
+        return sum(weight.numel() for weight in weights) // count * (count - per_token)
 
     @property
     def is_recordable(self) -> bool:
@@ -207,5 +223,11 @@ class SparseMLP(nn.Module):
         groups = group_rows(routing.experts, experts.num_experts, reads_sizes)
         inner = self.up(take_rows(tokens, groups, experts.per_token), groups)
         shared = None if self.shared is None else self.shared(tokens)
-        out = self.down(gated_activation(inner, self.activation), groups, routing, shared)
+        out = self.down(self._activate(inner), groups, routing, shared)
         return out.unflatten(0, x.shape[:-1])
+
+    def _activate(self, x: Tensor) -> Tensor:
+        swiglu = self.experts.swiglu
+        if swiglu is None:
+            return gated_activation(x, self.activation)
+        return clamped_swiglu(x, *swiglu)

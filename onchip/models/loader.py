@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from onchip.core.files import read_regular
 from onchip.core.hub_cache import resolve_folder
-from onchip.models import safetensors
+from onchip.models import mxfp4_weights, safetensors
 from onchip.models.config import ModelConfig
 from onchip.models.decoder import Decoder
 from onchip.models.multimodal import text_entries
@@ -26,6 +26,7 @@ from onchip.models.weight_names import (
     STACKED_UP,
     Shard,
     Target,
+    WeightSlice,
     expected,
     targets,
 )
@@ -67,7 +68,8 @@ def inspect(folder: str | Path, ignore: Collection[str] = ()) -> Checkpoint:
     names = NAMES[config.model_type]
     prefixed = names.prefix + names.embed in entries
     stacked = any(name.endswith(STACKED_UP) for name in entries)
-    wanted = tuple(targets(config, prefixed, stacked))
+    is_mxfp4 = any(name.endswith(mxfp4_weights.SUFFIXES) for name in entries)
+    wanted = tuple(targets(config, prefixed, stacked, is_mxfp4))
     _check_entries(entries, expected(wanted), names.head if config.tied else None)
     return Checkpoint(folder, config, entries, wanted)
 
@@ -120,13 +122,16 @@ def random_model(
 
 
 def save(decoder: Decoder, folder: str | Path) -> None:
-    """Write config.json and model.safetensors, as transformers reads them."""
+    """Write config.json and model.safetensors, as transformers reads them. Weights are stored in
+    the dtype of the decoder, also those that were in MXFP4.
+    """
     source = json.loads(decoder.config.source or "{}")
+    source.pop("quantization_config", None)
     if not source or ModelConfig.from_hf(source, ignore=source) != decoder.config:
         raise ValueError("only a whole model with a config from ModelConfig.from_hf can be saved")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(decoder.config.source)
+    (folder / "config.json").write_text(json.dumps(source, indent=2))
     safetensors.write(folder / _SINGLE, _checkpoint_tensors(decoder))
 
 
@@ -191,8 +196,10 @@ def _check_entries(entries: dict[str, TensorEntry], shapes: dict, tied_head: str
         entry = entries[name]
         if entry.shape != shape:
             raise ValueError(f"{name} has shape {entry.shape}, the config implies {shape}")
-        if entry.dtype not in safetensors.DTYPES:
-            kinds = ", ".join(safetensors.DTYPES)
+        is_mxfp4 = name.endswith(mxfp4_weights.SUFFIXES)
+        stored = (mxfp4_weights.DTYPE,) if is_mxfp4 else tuple(safetensors.DTYPES)
+        if entry.dtype not in stored:
+            kinds = ", ".join(stored)
             raise ValueError(f"{name} is stored as {entry.dtype}; weights are one of {kinds}")
 
 
@@ -237,12 +244,20 @@ def _fill_one(
 ) -> None:
     at = 0
     for piece in target.pieces:
-        source = read(piece.name)
-        source = source.T if target.transposed else source
-        source = source if target.stacked is None else source.flatten(0, 1)
-        share = shard.of(source.narrow(0, piece.start, piece.rows), target.cut)
+        share = shard.of(_read_piece(piece, target, read, parameter.device), target.cut)
         parameter[at : at + len(share)].copy_(share)
         at += len(share)
+
+
+def _read_piece(
+    piece: WeightSlice, target: Target, read: Callable[[str], Tensor], device: torch.device
+) -> Tensor:
+    """The rows of a slice; those in MXFP4 are dequantised on the device, in fp32."""
+    if not target.is_mxfp4:
+        return target.select(read(piece.name), piece)
+    stored = (read(piece.name + suffix) for suffix in mxfp4_weights.SUFFIXES)
+    blocks, scales = (target.select(source, piece).to(device) for source in stored)
+    return mxfp4_weights.dequantise(blocks, scales, target.shape[1])
 
 
 @torch.no_grad()
@@ -257,11 +272,11 @@ def _randomise(name: str, parameter: nn.Parameter, config: ModelConfig, generato
 def _checkpoint_tensors(decoder: Decoder) -> dict[str, Tensor]:
     """Parameters under the names of the checkpoint; fused ones are cut into their slices."""
     parameters = dict(decoder.named_parameters())
-    parts: dict[str, list[Tensor]] = {}
+    stored: dict[str, Tensor] = {}
     for target in targets(decoder.config):
-        rows = parameters[target.name].detach().split([piece.rows for piece in target.pieces])
+        parameter = parameters[target.name].detach()
+        stored |= {name: parameter.new_empty(shape) for name, shape in target.sources.items()}
+        rows = parameter.split([piece.rows for piece in target.pieces])
         for piece, share in zip(target.pieces, rows, strict=True):
-            parts.setdefault(piece.name, []).append(share.T if target.transposed else share)
-    # Slices of one tensor are rows of it, unless it is a transposed matrix.
-    across = 1 if NAMES[decoder.config.model_type].transposed else 0
-    return {name: torch.cat(s, min(across, s[0].dim() - 1)) for name, s in parts.items()}
+            target.select(stored[piece.name], piece).copy_(share)
+    return stored

@@ -69,6 +69,18 @@ def gated_activation(x: Tensor, name: str) -> Tensor:
     return activate(gate, name) * up
 
 
+def clamped_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate) of a projection (..., 2 inner) that holds gate, at
+    most limit, and up, limited to [-limit, limit]; in fp32 and rounded once.
+    """
+    if kernel := fused(x):
+        return kernel.clamped_swiglu(x, limit, alpha)
+    wide = x if x.dtype == torch.float64 else x.float()
+    gate, up = wide.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * (gate * torch.sigmoid(alpha * gate))).to(x.dtype)
+
+
 class Projections(NamedTuple):
     """qkv (tokens, (num_heads + 2 num_kv_heads) head_dim) of new tokens: a row holds q, then k,
     then v. turn: (cos, sin), fp32 (tokens, 1, half), or None for no rotation (RoPE). norms: of the

@@ -23,14 +23,14 @@ from onchip.models.pointwise import Projections, attend_8bit, place, place_keys
 
 def has_prefill(batch: PagedBatch, options: dict[str, Any]) -> bool:
     """Whether a layer with these options computes chunks of this batch in 8 bits."""
-    return batch.prefill is not None and options.keys() <= set(SCORE_OPTIONS)
+    return batch.prefill is not None and options.keys() <= {*SCORE_OPTIONS, "sinks"}
 
 
 def fuses_prefill(batch: PagedBatch, cache: KVCache, options: dict[str, Any]) -> bool:
     """Whether `attend_projections` can compute this layer, if its other operations are fused: wider
-    heads do not fit the registers.
+    heads do not fit the registers, and it takes no sinks.
     """
-    fits = has_prefill(batch, options) and cache.spec.head_dim <= 128
+    fits = cache.spec.head_dim <= 128 and "sinks" not in options and has_prefill(batch, options)
     return fits and cast(PrefillChunks, batch.prefill).kernel == "hopper"
 
 

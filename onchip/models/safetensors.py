@@ -22,7 +22,8 @@ from onchip.core.files import open_regular
 
 MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-STORED_DTYPES = DTYPES | {"I8": torch.int8}  # weights are DTYPES; `int8_weights` makes them of I8
+# Weights are DTYPES; `int8_weights` makes them of I8, `mxfp4_weights` of U8.
+STORED_DTYPES = DTYPES | {"I8": torch.int8, "U8": torch.uint8}
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 # Bits per element of every dtype of the format.
 BITS = {

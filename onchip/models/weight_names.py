@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.models import mxfp4_weights
 from onchip.models.config import Experts, ModelConfig
 
 Shape = tuple[int, ...]
@@ -37,20 +38,22 @@ class Shard:
 
 
 class WeightSlice(NamedTuple):
-    """Rows start to start + rows of a checkpoint tensor (columns, if it is stored transposed): the
-    next rows of a parameter.
+    """`rows` rows of a checkpoint tensor (columns, if it is stored transposed), every step-th from
+    start on: the next rows of a parameter. matrix: which one of a stacked tensor.
     """
 
     name: str
     start: int
     rows: int
+    matrix: int = 0
+    step: int = 1
 
 
 class Target(NamedTuple):
     """A parameter of Decoder and its slices in a checkpoint. cut: the dimension that ranks of
     tensor parallelism divide, slice by slice; -1 for a bias that only one rank adds; None: not
-    divided. stacked: how many matrices the checkpoint tensor holds, (stacked, rows, columns), whose
-    rows follow one another in the parameter; None: it is one matrix.
+    divided. stacked: how many matrices (or biases) the checkpoint tensor holds, (stacked, rows,
+    columns); None: it is one. is_mxfp4: it is two tensors, as `mxfp4_weights` describes.
     """
 
     name: str
@@ -59,24 +62,36 @@ class Target(NamedTuple):
     transposed: bool = False
     cut: int | None = None
     stacked: int | None = None
+    is_mxfp4: bool = False
 
     @property
     def sources(self) -> dict[str, Shape]:
         """The checkpoint tensors of this parameter, and their shapes."""
         ends: dict[str, int] = {}
-        for piece in self.pieces:
-            ends[piece.name] = max(ends.get(piece.name, 0), piece.start + piece.rows)
+        for name, start, rows, _, step in self.pieces:
+            ends[name] = max(ends.get(name, 0), start + (rows - 1) * step + 1)
         shapes = {name: (rows, *self.shape[1:]) for name, rows in ends.items()}
+        if self.transposed:
+            shapes = {name: shape[::-1] for name, shape in shapes.items()}
         if self.stacked is not None:
-            n = self.stacked
-            return {name: (n, rows // n, columns) for name, (rows, columns) in shapes.items()}
-        return {name: shape[::-1] if self.transposed else shape for name, shape in shapes.items()}
+            shapes = {name: (self.stacked, *shape) for name, shape in shapes.items()}
+        if not self.is_mxfp4:
+            return shapes
+        stored = (mxfp4_weights.stored_shapes(name, shape) for name, shape in shapes.items())
+        return {name: shape for pair in stored for name, shape in pair.items()}
+
+    def select(self, source: Tensor, piece: WeightSlice) -> Tensor:
+        """The rows of a slice, a view of its checkpoint tensor."""
+        source = source if self.stacked is None else source[piece.matrix]
+        source = source.T if self.transposed else source
+        return source[piece.start :: piece.step][: piece.rows]
 
 
 class WeightNames(NamedTuple):
     """The names of one family. qkv and up have one name per projection, or one for all of them.
     expert_up and expert_down: of the expert with a number; shared_up, shared_down and shared_gate:
-    of the one for all tokens.
+    of the one for all tokens. interleaved: expert_up and expert_down are of all experts of a layer,
+    transposed matrices, and gate and up are the even and the odd columns of expert_up.
     """
 
     prefix: str
@@ -100,6 +115,8 @@ class WeightNames(NamedTuple):
     shared_up: tuple[str, ...] = ()
     shared_down: str = ""
     shared_gate: str = ""
+    interleaved: bool = False
+    sinks: str = ""
 
 
 _LLAMA = WeightNames(
@@ -136,6 +153,13 @@ STACKED_ROUTER, STACKED_UP, STACKED_DOWN = (
     "mlp.experts.gate_up_proj",
     "mlp.experts.down_proj",
 )
+_GPT_OSS = _LLAMA._replace(
+    router="mlp.router",
+    expert_up=(STACKED_UP,),
+    expert_down=STACKED_DOWN,
+    interleaved=True,
+    sinks="self_attn.sinks",
+)
 _GPT2 = WeightNames(
     prefix="transformer.",
     embed="wte.weight",
@@ -158,6 +182,7 @@ NAMES = {
     "mixtral": _MIXTRAL,
     "qwen2_moe": _QWEN_MOE,
     "qwen3_moe": _QWEN_MOE,
+    "gpt_oss": _GPT_OSS,
     "gemma": _LLAMA,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2,
@@ -168,10 +193,12 @@ NAMES = {
 DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
-def targets(config: ModelConfig, prefixed: bool = True, stacked: bool = False) -> Iterator[Target]:
+def targets(
+    config: ModelConfig, prefixed: bool = True, stacked: bool = False, is_mxfp4: bool = False
+) -> Iterator[Target]:
     """Every parameter of the Decoder of a config. prefixed: as a causal language model is stored; a
     model without a head is stored without the prefix. stacked: the experts of a layer are stored in
-    two tensors, else each on its own.
+    two tensors, else each on its own. is_mxfp4: matrices of interleaved experts are in MXFP4.
     """
     names = NAMES[config.model_type]
     prefix = names.prefix if prefixed else ""
@@ -188,7 +215,9 @@ def targets(config: ModelConfig, prefixed: bool = True, stacked: bool = False) -
         if layer.experts.shared_size is not None:
             shared = _shared_expert(width, layer.experts.shared_size, names)
             yield from _fused(names, shared, ours, theirs)
-        if stacked:
+        if names.interleaved:
+            yield from _interleaved_experts(width, layer.experts, names, (ours, theirs), is_mxfp4)
+        elif stacked:
             yield from _stacked_experts(width, layer.experts, ours, theirs)
         else:
             yield from _experts(width, layer.experts, names, ours, theirs)
@@ -214,6 +243,9 @@ def _layer(config: ModelConfig, names: WeightNames, ours: str, theirs: str) -> I
         for name in ("q_norm", "k_norm"):
             source = f"{theirs}self_attn.{name}"
             yield from _norm(config, f"{ours}attention.{name}", source, config.head_dim)
+    if config.sinks:
+        sinks = _whole(f"{ours}attention.sinks", theirs + names.sinks, (config.num_heads,))
+        yield sinks._replace(cut=0)
     yield from _fused(names, _attention(config, names), ours, theirs)
 
 
@@ -283,13 +315,43 @@ def _stacked_experts(width: int, experts: Experts, ours: str, theirs: str) -> It
     count, inner = experts.num_experts, experts.intermediate_size
     router = f"{theirs}{STACKED_ROUTER}.weight"
     yield _whole(f"{ours}mlp.router.weight", router, (count, width))
-    for name, source, rows, columns, cut in (
-        ("mlp.up.weight", STACKED_UP, [inner] * (2 * count), width, 0),
-        ("mlp.down.weight", STACKED_DOWN, [width] * count, inner, 1),
+    up = tuple(
+        WeightSlice(theirs + STACKED_UP, start, inner, matrix)
+        for matrix in range(count)
+        for start in (0, inner)
+    )
+    down = tuple(WeightSlice(theirs + STACKED_DOWN, 0, width, i) for i in range(count))
+    shape = (count * 2 * inner, width)
+    yield Target(f"{ours}mlp.up.weight", shape, up, cut=0, stacked=count)
+    shape = (count * width, inner)
+    yield Target(f"{ours}mlp.down.weight", shape, down, cut=1, stacked=count)
+
+
+def _interleaved_experts(
+    width: int, experts: Experts, names: WeightNames, prefixes: tuple[str, str], is_mxfp4: bool
+) -> Iterator[Target]:
+    """Two tensors of matrices and two of biases; MXFP4 holds rows of the matrices, not transposed.
+    Ranks are summed, so only one of them may add the bias of down.
+    """
+    (ours, theirs), count = prefixes, experts.num_experts
+    inner, router = experts.intermediate_size, f"{theirs}{names.router}"
+    yield _whole(f"{ours}mlp.router.weight", f"{router}.weight", (count, width))
+    yield _whole(f"{ours}mlp.router.bias", f"{router}.bias", (count,))
+    (up_source,), down_source = names.expert_up, names.expert_down
+    for name, source, slices, columns, cuts in (
+        ("mlp.up", up_source, [(0, inner, 2), (1, inner, 2)], width, (0, 0)),
+        ("mlp.down", down_source, [(0, width, 1)], inner, (1, -1)),
     ):
-        starts = accumulate(rows, initial=0)
-        pieces = tuple(WeightSlice(theirs + source, *at) for at in zip(starts, rows, strict=False))
-        yield Target(ours + name, (sum(rows), columns), pieces, cut=cut, stacked=count)
+        pieces = tuple(
+            WeightSlice(theirs + source, start, rows, i, step)
+            for i in range(count)
+            for start, rows, step in slices
+        )
+        shape, cut = (sum(piece.rows for piece in pieces), columns), cuts[0]
+        weight = Target(f"{ours}{name}.weight", shape, pieces, not is_mxfp4, cut, count, is_mxfp4)
+        pieces = tuple(piece._replace(name=f"{piece.name}_bias") for piece in pieces)
+        yield weight
+        yield Target(f"{ours}{name}.bias", shape[:1], pieces, cut=cuts[1], stacked=count)
 
 
 class FusedProjection(NamedTuple):

@@ -55,23 +55,23 @@ def test_greedy_tokens_are_those_of_transformers(kind, saved):
 @pytest.mark.parametrize(("how", "gib"), [("recompute", 0), ("swap", 1)])
 def test_preemption_changes_no_token(how, gib, saved):
     """Pages for two of the five sequences at their longest."""
-    with serve(saved("gpt_oss"), num_pages=20, swap_space=gib) as llm:
+    with serve(saved("granite_swa"), num_pages=20, swap_space=gib) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert getattr(llm.stats(), f"preempted_by_{how}") > 0
-    assert token_ids_of(outputs) == expected("gpt_oss")
+    assert token_ids_of(outputs) == expected("granite_swa")
 
 
 def test_pages_in_host_memory_change_no_token(saved):
     """Sinks and windows, in a cache of 20 tokens."""
-    with serve(saved("gpt_oss"), num_pages=6, kv_offloading_size=0.01) as llm:
+    with serve(saved("granite_swa"), num_pages=6, kv_offloading_size=0.01) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert llm.stats().pages_streamed > 0
-    assert token_ids_of(outputs) == expected("gpt_oss")
+    assert token_ids_of(outputs) == expected("granite_swa")
 
 
 def test_embeddings_are_refused_in_a_sentence(saved):
     """A step of such a model returns logits: their rows are no hidden states."""
-    with serve(saved("gpt_oss")) as llm:
+    with serve(saved("granite_swa")) as llm:
         assert llm.engine.embedding_size is None
         with pytest.raises(ValueError, match="this model has no embeddings"):
             llm.engine.add([1, 2], PoolingParams())
@@ -80,10 +80,10 @@ def test_embeddings_are_refused_in_a_sentence(saved):
 def test_shared_pages_that_are_read_once_change_no_token(saved, monkeypatch):
     """Sinks count once, layers with a window read all pages."""
     monkeypatch.setattr(llm_module, "ExecutionConfig", partial(_with_cascade, "always"))
-    with serve(saved("gpt_oss")) as llm:
+    with serve(saved("granite_swa")) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert llm.stats().cascade_steps > 0
-    assert token_ids_of(outputs) == expected("gpt_oss")
+    assert token_ids_of(outputs) == expected("granite_swa")
 
 
 def _with_cascade(mode, **options):

@@ -38,6 +38,7 @@ DECODERS = {
     "gemma2": {**_ALTERNATING, "head_dim": 16, "attn_logit_softcapping": 5.0},
     "gemma3_text": {**_ALTERNATING, "head_dim": 16, "query_pre_attn_scalar": 24},
     "phi3": _SLIDING,
+    "gpt_oss": {**_EXPERTS, **_ALTERNATING, "head_dim": 16},  # sinks
     "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "smollm3": {"no_rope_layers": [1, 0]},
     "llama4_text": {  # chunks

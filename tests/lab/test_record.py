@@ -8,7 +8,8 @@ import torch
 from onchip.engine.tokenizer import ByteTokenizer
 from onchip.lab import page, papers, record
 from onchip.lab.rounding import round_significant
-from onchip.models import builtin, random_model, save
+from onchip.models import ModelConfig, builtin, random_model, save
+from tests.models.conftest import fields
 
 
 def test_recording_is_strict_json_the_same_every_time_and_leaves_the_threads_alone(data):
@@ -51,6 +52,24 @@ def test_rows_are_those_of_the_model_that_is_named(tmp_path):
     assert theirs["weights"] != ours["weights"]
     with pytest.raises(ValueError, match="missing"):
         record.rows(model=tmp_path / "missing")
+
+
+@torch.no_grad()
+def test_a_sink_has_the_rest_of_the_weight_of_a_row():
+    model, recorder = (
+        random_model(ModelConfig.from_hf(fields("gpt_oss"))),
+        record.WeightRecorder([5]),
+    )
+    tokens = torch.arange(6)[None]
+    hidden = model.run(tokens, tokens, recorder)
+    torch.testing.assert_close(hidden, model.full(tokens), rtol=0, atol=1e-6)
+    for block, weights in zip(model.layers, recorder.weights, strict=True):
+        block.attention.sinks.fill_(-1e4)
+        assert (weights.sum(-1) < 0.999).all()
+    recorder = record.WeightRecorder([5])
+    model.run(tokens, tokens, recorder)
+    for weights in recorder.weights:
+        torch.testing.assert_close(weights.sum(-1), torch.ones(4, 1))
 
 
 def test_no_data_can_end_its_element():

@@ -23,6 +23,12 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+_EXACT_YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "truncate": False,
+}
 _SLIDING = {"sliding_window": 7}
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True, "rope_theta": 500.0},
@@ -48,6 +54,15 @@ FAMILIES = {
         "moe_intermediate_size": 24,
         "norm_topk_prob": False,
         "mlp_only_layers": [1],
+    },
+    "gpt_oss": {
+        **_SLIDING,
+        "head_dim": 20,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1.5e5,
+        "rope_scaling": _EXACT_YARN,
+        "swiglu_limit": 1.5,
     },
     "gemma": {"head_dim": 20, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 1},
     "gemma2": {

@@ -47,7 +47,7 @@ SERVED = {
     "opt": {"ffn_dim": 72, "word_embed_proj_dim": 48},  # learned positions from 2 on
     "gpt_neox": {"rotary_pct": 0.5, "hidden_dropout": 0.3, "attention_dropout": 0.3},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},  # norms of all heads together
-    "gpt_oss": {**_EXPERTS, **_ALTERNATING, "head_dim": 16},  # sinks
+    "granite_swa": {**_ALTERNATING, "attention_multiplier": 0.4},  # sinks
     "stablelm": {"qk_layernorm": True, "partial_rotary_factor": 0.5},
     "cohere2": {**_ALTERNATING, "logit_scale": 0.5},  # layers without RoPE
     "olmo2": {},
@@ -69,7 +69,8 @@ SERVED = {
 
 def mark_most_slow(kinds):
     """Model types as parameters of a test, all but a few representative ones marked slow."""
-    quick = {"llama", "mistral", "gemma3_text", "gpt_oss", "deepseek_v3", "bert", "t5"}
+    quick = {"llama", "mistral", "gemma3_text", "gpt_oss", "granite_swa"}
+    quick |= {"deepseek_v3", "bert", "t5"}
     marks = lambda kind: () if kind in quick else (pytest.mark.slow,)
     return [pytest.param(kind, marks=marks(kind)) for kind in kinds]
 

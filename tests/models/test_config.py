@@ -39,6 +39,7 @@ def test_old_and_new_spellings_give_one_config(data):
         ("gemma2", [7, None, 7]),
         ("gemma3_text", [7, None, 7]),
         ("mixtral", [7, 7, 7]),
+        ("gpt_oss", [7, None, 7]),
         ("qwen3_moe", [None, None, None]),
         ("llama", [None, None, None]),
     ],
@@ -107,6 +108,8 @@ def test_unsupported_fields_of_a_family_are_refused(data, change, sentence):
         ("qwen3", "head_dim"),
         ("mixtral", "sliding_window"),
         ("mixtral", "num_key_value_heads"),
+        ("gpt_oss", "sliding_window"),
+        ("gpt_oss", "head_dim"),
         ("qwen2_moe", "norm_topk_prob"),
         ("qwen3_moe", "norm_topk_prob"),
         ("qwen3_moe", "num_experts_per_tok"),
@@ -179,6 +182,8 @@ MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": N
 QWEN3_MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 QWEN2_MOE = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
 QWEN2_MOE |= {"norm_topk_prob": False, "shared_expert_intermediate_size": 5632}
+GPT_OSS = {"num_experts_per_tok": 4, "sliding_window": 128, "rope_theta": 150_000}
+GPT_OSS |= {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False}}
 QWEN3_MOE |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
@@ -205,6 +210,18 @@ QWEN3_MOE |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers
             published("qwen3_moe", (48, 2048, 6144, 32, 4, 128, 151936), **QWEN3_MOE),
             30_532_122_624,
         ),
+        (
+            published(
+                "gpt_oss", (24, 2880, 2880, 64, 8, 64, 201088), **GPT_OSS, num_local_experts=32
+            ),
+            20_914_757_184,
+        ),
+        (
+            published(
+                "gpt_oss", (36, 2880, 2880, 64, 8, 64, 201088), **GPT_OSS, num_local_experts=128
+            ),
+            116_829_156_672,
+        ),
         (published("gemma", (18, 2048, 16384, 8, 1, 256, 256000)), 2_506_172_416),
         (published("gemma2", (26, 2304, 9216, 8, 4, 256, 256000), **GEMMA2), 2_614_341_888),
         (published("gemma3_text", (26, 1152, 6912, 4, 1, 256, 262144), **GEMMA3), 999_885_952),
@@ -220,6 +237,8 @@ QWEN3_MOE |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers
         "Mixtral-8x7B-v0.1",
         "Qwen1.5-MoE-A2.7B",
         "Qwen3-30B-A3B",
+        "gpt-oss-20b",
+        "gpt-oss-120b",
         "Gemma-2B",
         "Gemma-2-2B",
         "Gemma-3-1B",

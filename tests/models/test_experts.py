@@ -40,8 +40,14 @@ CASES = [
     ("qwen2_moe", {"decoder_sparse_step": 2, "qkv_bias": False}),
     ("qwen2_moe", {"num_experts": 64, "num_experts_per_tok": 1}),
     ("qwen2_moe", {"num_experts_per_tok": 6, "shared_expert_intermediate_size": 8}),
+    ("gpt_oss", {}),
+    ("gpt_oss", {"attention_bias": False, "swiglu_limit": 7.0, "num_key_value_heads": 4}),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 3, "num_local_experts": 64}),
+    ("gpt_oss", {"layer_types": ["sliding_attention"] * 3, "num_experts_per_tok": 5}),
+    ("gpt_oss", {"num_experts_per_tok": 1, "swiglu_alpha": 0.5, "head_dim": 8}),
+    ("gpt_oss", {"num_key_value_heads": 1, "tie_word_embeddings": True, "sliding_window": 3}),
 ]
-FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe"]
+FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 
 
 def made(family, seed=0, dtype=torch.float32, **change):
@@ -80,7 +86,7 @@ def test_an_engine_gives_the_greedy_tokens_of_transformers(case, twin, tmp_path)
     assert [list(output.outputs[0].token_ids) for output in outputs] == theirs
 
 
-@pytest.mark.parametrize("case", [0, 3, 5, 6, 7, 10])
+@pytest.mark.parametrize("case", [0, 3, 5, 6, 7, 10, 16, 17, 18])
 def test_gradients_are_those_of_transformers(case, twin):
     family, change = CASES[case]
     decoder = made(family, seed=case, **change)
@@ -118,19 +124,33 @@ def test_the_router_is_that_of_transformers(dtype):
 def plain(layer, x):
     """The layer by its definition, token by token."""
     e, out = layer.experts, torch.zeros_like(x)
-    up = layer.up.weight.unflatten(0, (e.num_experts, -1))
-    down = layer.down.weight.unflatten(0, (e.num_experts, -1))
+    up, down = (
+        (module.weight.unflatten(0, (e.num_experts, -1)), bias_of(module, e.num_experts))
+        for module in (layer.up, layer.down)
+    )
     for t, token in enumerate(x):
-        weights, chosen = (layer.router.weight @ token).softmax(-1).topk(e.per_token)
+        logits = layer.router.weight @ token + bias_of(layer.router, 1)[0]
+        weights, chosen = logits.softmax(-1).topk(e.per_token)
         weights = weights / weights.sum() if e.is_normalised else weights
         for weight, i in zip(weights, chosen, strict=True):
-            gate, wide = (up[i] @ token).chunk(2)
-            out[t] += weight * (down[i] @ (F.silu(gate) * wide))
+            inner = activate(*(up[0][i] @ token + up[1][i]).chunk(2), e.swiglu)
+            out[t] += weight * (down[0][i] @ inner + down[1][i])
         if layer.shared is not None:
             gate, wide = (layer.shared.up.weight @ token).chunk(2)
             one = layer.shared.down.weight @ (F.silu(gate) * wide)
             out[t] += (layer.shared.gate.weight @ token).sigmoid() * one
     return out
+
+
+def bias_of(module, count):
+    return [0] * count if module.bias is None else module.bias.unflatten(0, (count, -1))
+
+
+def activate(gate, up, swiglu):
+    if swiglu is None:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit)
+    return (up + 1) * gate / (1 + (-swiglu.alpha * gate).exp())
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 63])
@@ -154,11 +174,14 @@ def test_a_token_gets_the_same_alone_and_among_others():
     torch.testing.assert_close(layer(padded)[:31], together, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("mixtral", torch.float32), ("mixtral", torch.bfloat16), ("gpt_oss", torch.float32)],
+)
 @torch.no_grad()
-def test_groups_of_unknown_size_give_the_same(dtype, monkeypatch):
+def test_groups_of_unknown_size_give_the_same(family, dtype, monkeypatch):
     """The form for CUDA graphs, by torch's grouped product on the CPU."""
-    layer = made("mixtral", dtype=dtype, num_local_experts=16).layers[0].mlp
+    layer = made(family, dtype=dtype, num_local_experts=16).layers[0].mlp
     x = torch.randn(9, 48).to(dtype)
     expected = layer(x)
     monkeypatch.setattr(experts.SparseMLP, "is_recordable", True)
@@ -175,6 +198,18 @@ def test_groups_of_unknown_size_give_the_same(dtype, monkeypatch):
     with torch.enable_grad():
         torch.testing.assert_close(layer(x), expected)
     assert sizes[1] is not None
+
+
+@torch.no_grad()
+def test_a_bias_is_added_to_a_grouped_product():
+    """In bf16 the product is rounded first, as in transformers."""
+    chosen = torch.tensor([[3, 1], [0, 3], [3, 0]])
+    groups = experts.group_rows(chosen, 5, reads_sizes=False)
+    rows, weight, bias = (torch.randn(shape).bfloat16() for shape in ((6, 16), (5 * 8, 16), (40,)))
+    out = experts.multiply_groups(rows, weight, groups, bias)
+    each = zip(rows, torch.tensor([0, 0, 1, 3, 3, 3]), strict=True)
+    expected = [weight.view(5, 8, 16)[i] @ row + bias.view(5, 8)[i] for row, i in each]
+    torch.testing.assert_close(out, torch.stack(expected))
 
 
 BF16 = torch.bfloat16
@@ -275,6 +310,12 @@ def test_a_shard_has_a_part_of_every_expert(family, stacked, twin, tmp_path):
     down = [share.down.weight for share in shares]
     assert torch.equal(torch.cat(down, 1), layer.down.weight)
     assert all(torch.equal(share.router.weight, layer.router.weight) for share in shares)
+    if layer.experts.has_bias:
+        up = [share.up.bias.view(count, 2, inner // 2) for share in shares]
+        assert torch.equal(torch.cat(up, 2), layer.up.bias.view(count, 2, inner))
+        assert torch.equal(shares[0].down.bias, layer.down.bias)  # ranks are summed
+        assert not shares[1].down.bias.any()
+        assert all(torch.equal(share.router.bias, layer.router.bias) for share in shares)
     if layer.shared is not None:
         shared = [share.shared for share in shares]
         up = [share.up.weight.view(2, -1, 48) for share in shared]
@@ -350,11 +391,13 @@ def test_fields_of_published_files_that_change_nothing_are_read():
         assert ModelConfig.from_hf(plain | unused | more) == ModelConfig.from_hf(plain)
 
 
-def test_experts_have_no_biases_and_are_gated():
+def test_experts_are_gated():
     sparse = ModelConfig.from_hf(fields("mixtral"))
     for change in ({"mlp_bias": True}, {"gated": False}):
-        with pytest.raises(ValueError, match="experts are gated MLPs without biases"):
+        with pytest.raises(ValueError, match="experts are gated MLPs, and mlp_bias is of layers"):
             replace(sparse, **change)
+    with pytest.raises(ValueError, match="a shared expert has no biases"):
+        Experts(2, 1, 24, shared_size=24, has_bias=True)
     with pytest.raises(ValueError, match="num_experts=0 must be an integer"):
         Experts(0, 1, 24)
     with pytest.raises(ValueError, match="shared_size=0 must be an integer"):

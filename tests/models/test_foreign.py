@@ -132,10 +132,10 @@ def test_only_selected_rows_are_computed(tmp_path):
 
 
 def test_a_checkpoint_is_described_without_its_weights(tmp_path):
-    foreign_models.model("gpt_oss").save_pretrained(tmp_path)
+    foreign_models.model("granite_swa").save_pretrained(tmp_path)
     checkpoint = models.inspect_foreign(tmp_path)
     assert checkpoint.layout.windows == (7, None)
-    assert checkpoint.layout.heads == (4, 2, 16, 16, torch.float32)
+    assert checkpoint.layout.heads == (4, 2, 12, 12, torch.float32)
     assert checkpoint.config.eos_token_ids == (2,) and checkpoint.config.max_seqlen == 256
     assert (checkpoint.config.vocab_size, checkpoint.config.num_layers) == (131, 2)
 
@@ -151,7 +151,7 @@ def test_keys_and_values_may_differ_in_width(tmp_path):
     assert (spec.head_dim, spec.head_dim_v, spec.num_kv_heads) == (20, 12, 4)
 
 
-@pytest.mark.parametrize("kind", ["olmo2", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["olmo2", "granite_swa"])
 def test_16_bit_models_pass_the_self_check(kind, tmp_path):
     one = loaded(kind, tmp_path, dtype=torch.bfloat16)
     assert one.cache_spec().dtype == one.dtype == torch.bfloat16

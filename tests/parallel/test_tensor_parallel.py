@@ -37,6 +37,9 @@ QWEN2_MOE = {k: v for k, v in LLAMA.items() if not k.endswith("_bias")}
 QWEN2_MOE |= {"model_type": "qwen2_moe", "num_experts": 5, "num_experts_per_tok": 2}
 QWEN2_MOE |= {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
 QWEN2_MOE |= {"norm_topk_prob": False, "mlp_only_layers": [0]}
+GPT_OSS = {k: v for k, v in LLAMA.items() if k != "mlp_bias"}
+GPT_OSS |= {"model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 2}
+GPT_OSS |= {"head_dim": 12, "sliding_window": 7, "rope_scaling": {"type": "linear", "factor": 2.0}}
 GPT2 = {"model_type": "gpt2", "vocab_size": 131, "n_embd": 48, "n_layer": 2, "n_head": 4}
 GPT2 |= {"n_positions": 64}
 
@@ -58,7 +61,7 @@ def run_ranks(folder, world_size):
 def test_two_ranks_equal_one(tmp_path):
     """gloo, fp64, biases that must be added once, over whole sequences and over pages."""
     families = {"llama": LLAMA, "qwen3": QWEN3, "mixtral": MIXTRAL, "gpt2": GPT2}
-    families["qwen2_moe"] = QWEN2_MOE
+    families |= {"qwen2_moe": QWEN2_MOE, "gpt_oss": GPT_OSS}
     for name, data in families.items():
         config = ModelConfig.from_hf(data)
         models.save(random_model(config, seed=1, dtype=torch.float64), tmp_path / name)

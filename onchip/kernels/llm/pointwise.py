@@ -5,7 +5,7 @@
                      q: norm, RoPE -> queries
                      k: norm, RoPE -> its slot of the pages  [quantised + scale]
                      v:            -> its slot of the pages  [quantised + scale]
-    gate_kernel    activation(gate) * up                      one program per TILE elements of a row
+    gate_kernel    activation(gate) * up, or clamped SwiGLU   one program per TILE elements of a row
 
 Computed in fp32. Values are rounded where the unfused code would store a tensor: the residual sum,
 the normed q and k, also before 8-bit pages quantise them. Each kernel may be launched while its
@@ -175,10 +175,10 @@ def _apply_weight(x, weight_ptr, inside, offset, DTYPE: tl.constexpr):
 
 @triton.jit
 def gate_kernel(
-    x_ptr, out_ptr, stride_x, inner, num_tiles,
+    x_ptr, out_ptr, stride_x, inner, num_tiles, limit, alpha,
     ACTIVATION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """TILE elements of a row: activation(x[i]) * x[inner + i]."""
+    """TILE elements of a row: activation(x[i]) * x[inner + i]. limit, alpha: of clamped_swiglu."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -187,8 +187,19 @@ def gate_kernel(
     inside = cols < inner
     gate = tl.load(x_ptr + row * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * stride_x + inner + cols, mask=inside, other=0.0).to(tl.float32)
-    out = round_to(activate_fp32(gate, ACTIVATION) * up, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * inner + cols, out, mask=inside)
+    if ACTIVATION == "clamped_swiglu":
+        y = clamped_swiglu_fp32(gate, up, limit, alpha)
+    else:
+        y = activate_fp32(gate, ACTIVATION) * up
+    tl.store(out_ptr + row * inner + cols, round_to(y, out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def clamped_swiglu_fp32(gate, up, limit, alpha):
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+    return (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
 
 
 @triton.jit
@@ -274,6 +285,17 @@ def place(
 
 def gated_activation(x: Tensor, name: str) -> Tensor:
     """activation(gate) * up, rounded once, of x (..., 2 inner) that holds gate, then up."""
+    return _launch_gate(x, name, 0.0, 0.0)
+
+
+def clamped_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), rounded once, of the same with gate at most limit
+    and up in [-limit, limit].
+    """
+    return _launch_gate(x, "clamped_swiglu", float(limit), float(alpha))
+
+
+def _launch_gate(x: Tensor, name: str, limit: float, alpha: float) -> Tensor:
     inner = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], inner), dtype=x.dtype, device=x.device)
     if out.numel():
@@ -281,8 +303,9 @@ def gated_activation(x: Tensor, name: str) -> Tensor:
         num_tiles = triton.cdiv(inner, tile)
         with on_device(x):
             _gate_kernel[(rows.shape[0] * num_tiles,)](
-                rows, out, rows.stride(0), inner, num_tiles, name, tile, **_options(TRITON_GATE, x)
-            )
+                rows, out, rows.stride(0), inner, num_tiles, limit, alpha, name, tile,
+                **_options(TRITON_GATE, x),
+            )  # fmt: skip
     return out
 
 

@@ -48,6 +48,13 @@ MORE = {
         "shared_expert_intermediate_size": 20,
         "norm_topk_prob": True,
     },
+    "gpt_oss": {
+        "head_dim": 20,
+        "sliding_window": 7,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
 }
 SIZES = [  # num_heads, num_kv_heads, head_dim, turned elements, page_size
     (1, 1, 1, 0, 1),
@@ -239,6 +246,28 @@ def test_gates(kernels, dtype, name, shape):
 
 
 @interpreted_or_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("limit", "alpha"), [(7.0, 1.702), (1.5, 0.5)])
+@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 126), (2, 6144)], ids=str)
+def test_clamped_swiglu(kernels, dtype, limit, alpha, shape):
+    x = randn(*shape, dtype=dtype) * 3
+    expected = pointwise.clamped_swiglu(x.double(), limit, alpha)
+    assert_rounded_once(kernels.clamped_swiglu(x, limit, alpha), expected)
+
+
+@interpreted_or_gpu
+def test_clamped_swiglu_of_large_numbers(kernels):
+    """Also where exp(-alpha gate) overflows; NaN of gate and of up stays NaN."""
+    gate = torch.tensor([-3e38, -3e4, -90.0, 3e38, float("nan"), 1.0]).to(DEVICE)
+    up = torch.tensor([1.0, -3e38, 3e38, 1.0, 1.0, float("nan")]).to(DEVICE)
+    x = torch.cat([gate, up])
+    out = kernels.clamped_swiglu(x, 7.0, 1.702)
+    expected = pointwise.clamped_swiglu(x.double(), 7.0, 1.702).float()
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6, equal_nan=True)
+    assert out[:4].isfinite().all() and out[4:].isnan().all()
+
+
+@interpreted_or_gpu
 def test_gates_of_large_numbers(kernels):
     """No overflow in between: finite results stay finite; NaN stays NaN."""
     gate = torch.tensor([-3e4, -90.0, 90.0, 3e4, float("nan")]).to(DEVICE)
@@ -272,7 +301,7 @@ def steps(model, page_size):
 
 @interpreted_or_gpu
 @pytest.mark.parametrize(
-    "family", [*FAMILIES, "qwen2_moe", *(() if INTERPRETED else ("qwen2", "gpt2"))]
+    "family", [*FAMILIES, "qwen2_moe", "gpt_oss", *(() if INTERPRETED else ("qwen2", "gpt2"))]
 )
 @torch.no_grad()
 def test_a_decoder_with_fused_kernels_equals_the_decoder(kernels, monkeypatch, family):

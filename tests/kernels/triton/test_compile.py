@@ -179,12 +179,13 @@ def _pointwise(arch):
         pointwise.add_rms_norm(x, x, weight, 1e-6, 0.0)
         pointwise.place(qkv, 16, turn, (heads, heads), (1e-6, 0.0), tuple(pages), slots)
         pointwise.gated_activation(torch.zeros(3, 6144, dtype=BF16), "silu")
+        pointwise.clamped_swiglu(torch.zeros(3, 6144, dtype=BF16), 7.0, 1.702)
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 def test_pointwise_kernels_move_sixteen_bytes_at_a_time(launches, arch):
     _pointwise(arch)
-    assert len(launches) == 3
+    assert len(launches) == 4
     for launch in launches:
         compiled = compile_launch(launch, arch)
         ptx, sass = compiled.asm["ptx"], disassemble(compiled)
