@@ -93,7 +93,11 @@ def model_finding(folder: str | Path) -> tuple[bool, Finding]:
     config = checkpoint.config
     what = f"{config.model_type}, {config.num_layers} layers, {checkpoint.dtype}"
     if native:
-        return True, Finding(str(folder), what, "Runs natively: fused, recorded, on several ranks.")
+        has_experts = any(layer.experts is not None for layer in config.layers)
+        recorded = "in bf16 on Hopper recorded" if has_experts else "recorded"
+        return True, Finding(
+            str(folder), what, f"Runs natively: fused, {recorded}, on several ranks."
+        )
     return True, Finding(str(folder), what, f"It {foreign.ABOUT}; on one device.")
 
 

@@ -10,6 +10,7 @@ from onchip.cli.bench import levels
 from onchip.cli.doctor import DEVICES, PRECISIONS, Finding, reasons, support_table
 from onchip.core import dispatch
 from onchip.core.backend import make_backend
+from tests.models.conftest import fields
 
 
 def test_it_looks_at_the_machine():
@@ -147,7 +148,11 @@ def test_it_says_how_a_model_would_run(tmp_path, capsys):
     models.save(models.builtin.tiny(), tmp_path)
     assert main(["doctor", "--model", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "llama, 7 layers, torch.float32" in printed and "Runs natively" in printed
+    assert "llama, 7 layers, torch.float32" in printed and "fused, recorded, on" in printed
+    experts = models.ModelConfig.from_hf(fields("mixtral"))
+    models.save(models.random_model(experts), tmp_path / "experts")
+    assert main(["doctor", "--model", str(tmp_path / "experts")]) == 0
+    assert "in bf16 on Hopper recorded" in " ".join(capsys.readouterr().out.split())
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     pytest.importorskip("transformers")
     assert main(["doctor", "--model", str(tmp_path)]) == 1
