@@ -1,10 +1,10 @@
-"""The tiles of a head slice, and its operands, for the loops over tiles."""
+"""The tiles of a head slice, and its operands, for the loops of tiled.py and tangent.py."""
 
 from collections.abc import Iterator
 
 from torch import Tensor
 
-from onchip.core.backend import accumulator_dtype
+from onchip.core.backend import Tangents, accumulator_dtype
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.cpu.head_slice import HeadSlice
 from onchip.kernels.cpu.scores import TileBounds
@@ -18,6 +18,16 @@ def load_operands(problem: Problem, x: Tensors, head_slice: HeadSlice) -> list[T
     """
     views = head_slice.take_queries(x.q), head_slice.take_keys(x.k), head_slice.take_keys(x.v)
     return [t.transpose(1, 2).to(accumulator_dtype(problem.dtype)) for t in views]
+
+
+def load_tangents(problem: Problem, dx: Tangents, head_slice: HeadSlice) -> list[Tensor | None]:
+    """load_operands of the tangents of q, k and v; None where there is none."""
+    wide = accumulator_dtype(problem.dtype)
+    takes = head_slice.take_queries, head_slice.take_keys, head_slice.take_keys
+    return [
+        None if t is None else take(t).transpose(1, 2).to(wide)
+        for take, t in zip(takes, dx[:3], strict=True)
+    ]
 
 
 def row_tiles(head_slice: HeadSlice, q: Tensor) -> Iterator[tuple[int, int]]:
