@@ -320,6 +320,26 @@ def test_functions_that_would_lose_tangents_refuse_forward_mode(function):
         assert judge(function, transform) != "right", transform
 
 
+def test_a_graph_without_tangents_has_no_node_that_looks_for_them():
+    graph = make_fx(lambda q: onchip.attention(q, K, V))(Q).graph
+    called = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert called[0] == torch.ops.onchip.forward.default
+    assert torch.ops.aten.alias.default not in called
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("function", ["attention", "varlen_attention"])
+def test_tangents_that_begin_and_end_in_a_compiled_function(function, backend):
+    """Its graph enters the dual level in C++, which torch's Python code does not notice."""
+    attend, plain, _ = FUNCTIONS[function]
+    for transform in ("jvp", "dual tensors"):
+        torch._dynamo.reset()
+        apply = TRANSFORMS[transform][1]
+        result = torch.compile(lambda apply=apply: apply(attend), backend=backend)()
+        torch.testing.assert_close(result, apply(plain), rtol=1e-9, atol=1e-9)
+
+
 # Compiling takes seconds a cell: one of each kind for every function, all of torch.func for one.
 COMPILED = {(function, name) for function in FUNCTIONS for name in ("grad", "jvp")}
 # varlen_attention of q[0] has no cell: test_torch_drops_second_derivatives_of_views says why.
