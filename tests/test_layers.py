@@ -39,7 +39,7 @@ ALLOWED = {
     "core.call_cache": {"core.problem", "core.torch_mode"},
     "core.backend": {"core.state", "core.device", "core.problem", "masks"},
     "core.derivatives": {"core.problem"},
-    "core.flops": {"core.problem"},
+    "core.flops": {"core.backend", "core.problem"},
     "kernels.tiles": {"core.call_cache", "core.device", "core.problem"},
     "kernels.tuned": {"core.device", "core.files", "kernels.tiles"},
     "kernels.strips": {"masks"},
@@ -53,9 +53,13 @@ ALLOWED = {
     "kernels.triton": _KERNEL,
     "kernels.hopper": _KERNEL,
     "kernels.llm": {*_KERNEL, "kernels.triton"},
-    "fold": {"core.state", "core.files", "core.problem", "core.validation", "cost", "masks"},
+    "fold": {
+        *("core.derivatives", "core.files", "core.problem", "core.state", "core.validation"),
+        *("cost", "masks"),
+    },
     "core.dispatch": {
-        *("core.backend", "core.call_cache", "core.device", "core.problem", "kernels.tuned"),
+        *("core.backend", "core.call_cache", "core.derivatives", "core.device", "core.problem"),
+        "kernels.tuned",
     },
     "core.paged": {
         *("core.arguments", "core.backend", "core.problem", "core.torch_mode", "core.validation"),

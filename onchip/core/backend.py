@@ -63,6 +63,19 @@ class Grads(NamedTuple):
     dsinks: Tensor | None = None
 
 
+class Tangents(NamedTuple):
+    """The tangents of a call's inputs in forward mode, each with the shape and dtype of its input;
+    None for an input without one. The other tensors of a call are constants.
+    """
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+
 class KeySplits(NamedTuple):
     """How a backend splits the keys of a sequence over programs (flash-decoding)."""
 
@@ -150,6 +163,13 @@ class Backend(ABC):
         """
         return type(self).backward is not Backend.backward
 
+    @property
+    def has_tangents(self) -> bool:
+        """Whether the subclass defines `tangents`. Without them, another backend that supports the
+        problem computes them, as for a backward.
+        """
+        return type(self).tangents is not Backend.tangents
+
     @abstractmethod
     def supports(self, problem: Problem, device: DeviceInfo) -> str | None:
         """None if this backend computes the problem on the device, else the reason as a sentence.
@@ -180,6 +200,18 @@ class Backend(ABC):
         depends on lse).
         """
         raise UnsupportedError(f"{type(self).__name__} has no backward")
+
+    def supports_tangents(self, problem: Problem, device: DeviceInfo) -> str | None:
+        """None if `tangents` computes the problem, which `forward` supports, else the reason. It
+        must refuse every option that it does not know: otherwise a tangent would lack its terms.
+        """
+        return "has no forward mode"
+
+    def tangents(self, problem: Problem, x: Tensors, dx: Tangents) -> tuple[Tensor, Tensor]:
+        """Compute the tangents of out and lse from dx, the tangents of the inputs, with the shapes
+        and dtypes of out and lse. A row without keys has zeros.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has no forward mode")
 
     def resolve_precision(self, problem: Problem) -> str | None:
         """What precision="auto" means for this problem: one of `precisions` that saves time here,
@@ -232,14 +264,15 @@ def make_backend(
     *,
     options: Set[str] = frozenset(),
     precisions: tuple[str | None, ...] = (None,),
+    **hooks: Callable[..., Any],
 ) -> Backend:
     """A Backend from the functions of a module, which take no self. They become static methods: a
-    call passes through no further layer.
+    call passes through no further layer. hooks: other methods of Backend, by name.
     """
-    functions = {"supports": supports, "forward": forward, "backward": backward}
-    hooks: dict[str, Any] = {n: staticmethod(f) for n, f in functions.items() if f is not None}
-    hooks |= {"options": options, "precisions": precisions}
-    return type("FunctionBackend", (Backend,), hooks)()
+    functions = {"supports": supports, "forward": forward, "backward": backward, **hooks}
+    members: dict[str, Any] = {n: staticmethod(f) for n, f in functions.items() if f is not None}
+    members |= {"options": options, "precisions": precisions}
+    return type("FunctionBackend", (Backend,), members)()
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,6 +1,6 @@
-"""The derivatives of attention: reverse mode, first order. Forward mode, second derivatives and
-unsupported transforms raise UnsupportedError here. Otherwise torch would return zeros, which look
-like a result.
+"""The derivatives of attention: first order, in reverse mode and, on the CPU, in forward mode.
+Second derivatives, other calls in forward mode and unsupported transforms raise UnsupportedError
+here. Otherwise torch would return zeros, which look like a result.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
@@ -18,12 +19,13 @@ from onchip.core.problem import UnsupportedError
 SECOND = (
     "second derivatives of attention are not served yet: neither a double backward"
     " (create_graph=True) nor torch.func.hessian, nor jvp, hvp, vhp and hessian of"
-    " torch.autograd.functional"
+    " torch.autograd.functional, nor a gradient or a jvp of torch.func.jvp"
 )
-FORWARD_MODE = (
-    "forward-mode derivatives of attention are not served yet (torch.func.jvp, jacfwd and"
-    " linearize, dual tensors of torch.autograd.forward_ad): use reverse mode, such as"
-    " torch.func.vjp or torch.autograd.grad"
+_NO_FORWARD_MODE = (
+    "forward-mode derivatives (torch.func.jvp, jacfwd and linearize, dual tensors of"
+    " torch.autograd.forward_ad) are not served for this call{}: attention and varlen_attention"
+    " have them on the CPU, without dropout, statistics, precision and DTensors; use reverse mode,"
+    " such as torch.func.vjp or torch.autograd.grad"
 )
 
 
@@ -31,17 +33,49 @@ def is_recorded(tensors: Sequence[Tensor | None]) -> bool:
     """Whether autograd may differentiate a function of these tensors."""
     if forward_ad._current_level >= 0:
         return True
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return True
+    return _runs_compiled_graph() and any(map(_has_tangent, tensors))
+
+
+def _runs_compiled_graph() -> bool:
+    """Whether a graph of torch.compile may be running, or be lowered. Such a graph of a jvp enters
+    the dual level in C++, and _current_level remains -1. A graph of make_fx alone does not, and
+    looking for tangents would leave nodes in it.
+    """
+    proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return proxies is None or TracingContext.try_get() is not None
+
+
+def _has_tangent(t: Tensor | None) -> bool:
+    unpack = torch._VF._unpack_dual  # pyright: ignore[reportAttributeAccessIssue]
+    return t is not None and unpack(t, level=0)[1] is not None
 
 
 def refuse_forward_mode(ctx: Any, *grad_inputs: Any) -> NoReturn:
     """The `jvp` of an autograd.Function without forward mode."""
-    raise UnsupportedError(FORWARD_MODE)
+    raise no_forward_mode()
+
+
+def no_forward_mode(reason: str = "") -> UnsupportedError:
+    """The error for a call whose inputs have tangents that nothing propagates."""
+    return UnsupportedError(_NO_FORWARD_MODE.format(f" ({reason})" * bool(reason)))
 
 
 def refuse_second_order(ctx: Any, *grad_outputs: Any) -> NoReturn:
-    """The `backward` of an autograd.Function that computes gradients itself."""
+    """The `backward` and `jvp` of an autograd.Function that computes derivatives itself."""
     raise UnsupportedError(SECOND)
+
+
+def check_no_tangents(name: str) -> None:
+    """Raise in forward mode, for functions that would lose tangents: messages between ranks carry
+    none. Which tensors have one is not visible here, so the mode alone decides.
+    """
+    if forward_ad._current_level >= 0:
+        raise UnsupportedError(
+            f"forward-mode derivatives are not served for {name}: call it outside of"
+            " torch.func.jvp and forward_ad.dual_level"
+        )
 
 
 def refuse_transforms(name: str, *tensors: Tensor | None) -> None:
@@ -78,6 +112,24 @@ def check_unmapped(*grads: Tensor | None) -> None:
         )
 
 
+def check_tangents(served: Sequence[Tensor | None], tangents: Sequence[Tensor | None]) -> None:
+    """Raise if one of the tangents is not among the served ones, if they are DTensors, or if
+    torch.autograd maps over them by its older vmap.
+    """
+    given = [t for t in tangents if t is not None]
+    if len(given) > sum(t is not None for t in served):
+        raise no_forward_mode("a tensor that counts as a constant has a tangent")
+    if any(hasattr(t, "device_mesh") for t in given):
+        raise no_forward_mode("its tensors are DTensors")
+    if torch.compiler.is_compiling():
+        return
+    if any(_functorch.is_legacy_batchedtensor(t) for t in given):
+        raise UnsupportedError(
+            "the tangents of attention cannot be mapped by jacobian of torch.autograd.functional"
+            " (strategy='forward-mode'): use torch.func.jacfwd"
+        )
+
+
 def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
     """Decorate a `backward` so that differentiating its results raises. torch's
     `once_differentiable` raises only if an incoming gradient requires a gradient; otherwise it
@@ -109,7 +161,7 @@ class _FirstOrder(torch.autograd.Function):
         return tuple(t.view_as(t) for t in tensors[:count])
 
     backward = staticmethod(refuse_second_order)
-    jvp = staticmethod(refuse_forward_mode)
+    jvp = staticmethod(refuse_second_order)
 
 
 class SingleLevel(_SingleLevelFunction):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from onchip.core.backend import Backend, lacks
 from onchip.core.call_cache import clear_call_cache
+from onchip.core.derivatives import no_forward_mode
 from onchip.core.device import DeviceInfo
 from onchip.core.problem import UNDECLARED, Problem, UnsupportedError
 from onchip.kernels import tuned
@@ -127,6 +128,25 @@ def _plan(key: tuple, device: DeviceInfo, kernel: str | None, backward: bool) ->
     if chosen is None:
         raise UnsupportedError(_describe_refusal(kernel, reasons))
     return Plan(chosen, reasons, get_backend(chosen))
+
+
+def find_tangents(problem: Problem, device: DeviceInfo, kernel: str | None = None) -> Backend:
+    """The backend that computes the tangents of a call: `kernel`, or the first that can. It may be
+    another than that of the forward, as for a backward.
+    """
+    if kernel is not None:
+        _check_registered("kernel", kernel)
+    reasons = []
+    for name in _registry if kernel is None else (kernel,):
+        backend = get_backend(name)
+        refusal = find_refusal(backend, problem, device) or backend.supports_tangents(
+            problem, device
+        )
+        if refusal is None:
+            return backend
+        if kernel is not None or backend.has_tangents:
+            reasons.append(f"{name} {refusal}")
+    raise no_forward_mode("; ".join(reasons))
 
 
 def resolve_precision(problem: Problem, device: DeviceInfo) -> str | None:

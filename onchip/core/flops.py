@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from onchip.core.backend import Tangents
 from onchip.core.problem import Problem, Tensors
 
 Formula = Callable[..., int]
@@ -24,6 +25,13 @@ def forward_flops(problem: Problem, x: Tensors) -> int:
 def backward_flops(problem: Problem, x: Tensors) -> int:
     """The products of the recomputed scores, dq and dk (head_dim), dp and dv (head_dim_v)."""
     return 2 * _pairs(problem, x) * (3 * problem.head_dim + 2 * problem.head_dim_v)
+
+
+def tangents_flops(problem: Problem, x: Tensors, dx: Tangents) -> int:
+    """The products of the forward, (p ds) v, and dq k^T, q dk^T and p dv of the tangents given."""
+    products = 1 + (dx.q is not None) + (dx.k is not None)
+    products_v = 2 + (dx.v is not None)
+    return 2 * _pairs(problem, x) * (products * problem.head_dim + products_v * problem.head_dim_v)
 
 
 def _pairs(problem: Problem, x: Tensors) -> int:

@@ -99,15 +99,16 @@ class Options(NamedTuple):
        of single scores also goes into SCORE_OPTIONS. A tensor: a field before `mask` in `Tensors`,
        a flag `has_NAME` in `Problem` that `Problem.of` sets, a check in `check_extras`, its batch
        and head dimensions in core/dtensor.py. A tensor with a gradient: also LEARNED and a field of
-       `Grads` (backend.py); schemas, fakes, autograd and vmap follow these. Now every backend
-       refuses it.
+       `Grads` and `Tangents` (backend.py); schemas, fakes, autograd and vmap follow these. Now
+       every backend refuses it.
     2. The public functions: `attention`, `varlen_attention`, `paged_attention` (core/paged.py
        collects its tensors by name), `attention_weights` and `context_parallel_attention`
        (parallel/rounds.py makes the tensors of a round), as far as they take it. Their types are in
        core/signatures.py, where each class names its functions.
     3. The kernels that compute it, forward and backward, and declare it in `Backend.options`. The
        CPU kernels read scores from kernels/cpu/scores.py. `tiled` has the chain rule in
-       `_backward_head_slice`; `reference` differentiates the scores by autograd.
+       `_backward_head_slice`, and in kernels/cpu/tangent.py, which declares its options apart;
+       `reference` differentiates the scores by autograd.
     4. The score formula of docs/fold.md and the oracle in testing.py, with which tests compare.
     5. docs/options.md and docs/limits.md, a row of benchmarks.tables.SUPPORT_ROWS (then `python -m
        benchmarks.tables`), and the lists of options of the tests in tests/core (declared_options,

@@ -100,6 +100,61 @@ def add_sink(state: State, sink: Tensor) -> State:
     return State(m, state.l * alpha + torch.exp(sink - pivot), state.acc * alpha[..., None])
 
 
+class DualState(NamedTuple):
+    """A state and its tangent. The tangent is a state with the same m: l is the sum of p * ds, acc
+    the sum of (p * ds) v + p dv, where p = exp(s - m). m is a constant of both, because it cancels
+    in out and in lse.
+    """
+
+    value: State
+    tangent: State
+
+
+def lift_dual(
+    s: Tensor,
+    ds: Tensor,
+    v: Tensor,
+    dv: Tensor | None,
+    matmul: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
+) -> DualState:
+    """The state of scores s over values v, as in `lift`, and its tangent from ds and dv (None:
+    zero). There is at least one key.
+
+    The product takes ds - mean, with the mean of ds under p: dout does not depend on a term that
+    all ds have in common, and in fp32 a large one would cancel there: 1.46 times the RMSE of the
+    textbook formula with a constant offset in k, 1.04 times so (299 keys, 2026-11-19).
+    """
+    m = s.amax(-1)
+    p = torch.exp(s - _pivot(m)[..., None])
+    ds = ds.masked_fill(p == 0, 0.0)  # that of a hidden key may be NaN
+    l, dl, acc = p.sum(-1), (p * ds).sum(-1), matmul(p, v)
+    mean = (dl / l.masked_fill(l == 0, 1.0))[..., None]
+    dacc = matmul(p * (ds - mean), v) + mean * acc
+    dacc = dacc if dv is None else dacc + matmul(p, dv)
+    return DualState(State(m, l, acc), State(m, dl, dacc))
+
+
+def merge_dual(a: DualState, b: DualState) -> DualState:
+    """Fold two disjoint sets of keys, with their tangents. `merge` is linear in l and acc, and its
+    weights are constants, so a tangent merges as a state does.
+    """
+    return DualState(merge(a.value, b.value), merge(a.tangent, b.tangent))
+
+
+def add_sink_dual(state: DualState, sink: Tensor, dsink: Tensor) -> DualState:
+    """add_sink with a tangent: a key with p = 1 at m = sink, and a value of zero."""
+    zero = sink.new_zeros(())
+    one = DualState(State(sink, torch.ones_like(sink), zero), State(sink, dsink, zero))
+    return merge_dual(state, one)
+
+
+def finalize_dual(state: DualState) -> tuple[Tensor, Tensor]:
+    """The tangents of (out, lse) of a state. A row without keys has zeros."""
+    l = state.value.l.masked_fill(state.value.l == 0, 1.0)
+    out, dlse = state.value.acc / l[..., None], state.tangent.l / l
+    return state.tangent.acc / l[..., None] - out * dlse[..., None], dlse
+
+
 def merge_out_lse(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Merge n pairs (out, lse), where lse has the shape of out[..., 0]. Differentiable in all of
     them; computed in the dtype of lse.

@@ -3,6 +3,7 @@
     eager        attend -> run -> replay_or_run (kernels/runtime/replay.py) -> _compute -> kernel
     with grad    attend -> _attend_with_grad -> _EagerAttention -> run, run_backward
     traced       attend -> onchip::attention -> _attention_autograd -> onchip::forward -> run
+    tangents     as traced, then _TracedAttention.jvp -> onchip::tangents -> run_tangents
 
 The custom ops exist for torch.compile, export, torch.func and autograd tracing. An eager call skips
 them.
@@ -33,12 +34,14 @@ from onchip.core.backend import (
     MergeFn,
     Result,
     Stats,
+    Tangents,
     accumulator_dtype,
     empty_result,
 )
 from onchip.core.call_cache import CachedCall, insert_bounded, prepare
 from onchip.core.derivatives import (
     SingleLevel,
+    check_tangents,
     check_unmapped,
     first_order,
     is_recorded,
@@ -46,8 +49,13 @@ from onchip.core.derivatives import (
     refuse_second_order,
 )
 from onchip.core.device import device_info
-from onchip.core.dispatch import plan
-from onchip.core.flops import backward_flops, forward_flops, register_flop_formulas
+from onchip.core.dispatch import find_tangents, plan
+from onchip.core.flops import (
+    backward_flops,
+    forward_flops,
+    register_flop_formulas,
+    tangents_flops,
+)
 from onchip.core.problem import (
     DIFFERENTIABLE,
     LEARNED,
@@ -208,8 +216,9 @@ class _TracedAttention(SingleLevel):
         out, lse, stats = below(*args)
         if precise_delta:
             out, residual = torch.ops.onchip.split(out, args[0].dtype)
-        ctx.scalars = args[_NUM_TENSORS:_END]
+        ctx.scalars, ctx.out_dtype = args[_NUM_TENSORS:_END], out.dtype
         ctx.save_for_backward(*args[:_NUM_TENSORS], *mask, out, lse, residual)
+        ctx.save_for_forward(*args[:_NUM_TENSORS], *mask)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats)
         return out, lse, stats
@@ -230,18 +239,25 @@ class _TracedAttention(SingleLevel):
                 grads[index] = grad
         return None, None, *grads
 
-    jvp = staticmethod(refuse_forward_mode)
+    @staticmethod
+    def jvp(ctx, *tangents):  # pyright: ignore[reportIncompatibleMethodOverride]
+        tangents = tangents[2:]  # the first two belong to no tensor
+        dx = [tangents[i] for i in _WITH_TANGENTS]
+        check_tangents(dx, tangents)
+        tensors, mask = ctx.saved_tensors[:_NUM_TENSORS], ctx.saved_tensors[_NUM_TENSORS:]
+        dout, dlse = _TANGENTS(*dx, *tensors, *ctx.scalars, list(mask))
+        return dout.to(ctx.out_dtype), dlse, None
 
 
-class _TracedGradients(SingleLevel):
-    """The op `gradients`. Its derivative raises UnsupportedError."""
+class _FirstDerivatives(SingleLevel):
+    """The ops `gradients` and `tangents`. Their derivatives raise UnsupportedError."""
 
     @staticmethod
     def forward(ctx, below, *args):
         return below(*args)
 
     backward = staticmethod(refuse_second_order)
-    jvp = staticmethod(refuse_forward_mode)
+    jvp = staticmethod(refuse_second_order)
 
 
 def _attention_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -272,7 +288,15 @@ def _gradients_autograd(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
     if _has_transform():
         below = partial(_redispatch, _GRADIENTS, keyset)
     inputs = (*args[:2], *(args[_SAVED_TENSORS + i] for i in _DIFFERENTIABLE))
-    return _TracedGradients.record(below, *args) if is_recorded(inputs) else below(*args)
+    return _FirstDerivatives.record(below, *args) if is_recorded(inputs) else below(*args)
+
+
+def _tangents_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    """The Autograd kernel of `tangents`."""
+    below = partial(_redispatch, _TANGENTS, keyset)
+    first = len(_WITH_TANGENTS)
+    inputs = (*args[:first], *(args[first + i] for i in _WITH_TANGENTS))
+    return _FirstDerivatives.record(below, *args) if is_recorded(inputs) else below(*args)
 
 
 def _has_transform() -> bool:
@@ -313,6 +337,7 @@ def _gradients(call: CachedCall, x: Tensors, kernel: str | None, saved: tuple) -
 
 
 _DIFFERENTIABLE = [Tensors._fields.index(name) for name in DIFFERENTIABLE]
+_WITH_TANGENTS = [Tensors._fields.index(name) for name in Tangents._fields]
 _differentiable: Callable[[Tensors], tuple[Tensor | None, ...]] = itemgetter(*_DIFFERENTIABLE)
 
 
@@ -522,6 +547,23 @@ def _compute_backward(
         return backward(problem, x, out, lse, dout, dlse)
 
 
+def _tangents(*args):
+    first = len(_WITH_TANGENTS)
+    problem, x, kernel = _unflatten(args[first:])
+    x = _build_mask(x)
+    return run_tangents(prepare_checked(x, problem), x, kernel, Tangents(*args[:first]))
+
+
+def run_tangents(
+    call: CachedCall, x: Tensors, kernel: str | None, dx: Tangents
+) -> tuple[Tensor, Tensor]:
+    """The tangents of out and lse of a call."""
+    check_values(call.problem, x)
+    backend = find_tangents(call.problem, device_info(x.q.device), kernel)
+    with _no_autocast(x.q):
+        return backend.tangents(call.problem, x, dx)
+
+
 def get_accumulate_fn(call: CachedCall, x: Tensors, kernel: str | None) -> AccumulateFn | None:
     """Backend.get_accumulate_fn of the backend that runs this call's backward."""
     backend = _choose_backend(call.problem, x, kernel, backward=True)
@@ -555,6 +597,10 @@ def _backward_fake(dout, dlse, out, lse, *args):
     return dq, dk, dv, *learned
 
 
+def _tangents_fake(*args):
+    return empty_result(*_unflatten(args[len(_WITH_TANGENTS) :])[:2])
+
+
 def _count_flops() -> None:
     if not torch.compiler.is_compiling():  # Dynamo need not trace it: the fakes call it
         register_flop_formulas(_FLOPS)
@@ -566,6 +612,11 @@ def _forward_flops(*args, **_: Any) -> int:
 
 def _backward_flops(*args, **_: Any) -> int:
     return backward_flops(*_unflatten(args[_SAVED_TENSORS:])[:2])
+
+
+def _tangents_flops(*args, **_: Any) -> int:
+    first = len(_WITH_TANGENTS)
+    return tangents_flops(*_unflatten(args[first:])[:2], Tangents(*args[:first]))
 
 
 def _split_fake(out, dtype):
@@ -607,6 +658,32 @@ def _gradients_vmap(info, in_dims, *args):
     grads = _GRADIENTS(*saved, *_fold_arguments(size, in_dims[n:], args[n:]))
     mapped = [t.unflatten(0, (size, -1)) for t in grads[:3]]
     return (*mapped, *grads[3:]), (*(0, 0, 0), *(None for _ in LEARNED))
+
+
+def _tangents_vmap(info, in_dims, *args):
+    """vmap of the tangents, one call for each entry of the mapped dimension: jacfwd maps over the
+    tangents alone, and serves every call that jvp serves.
+    """
+    size = info.batch_size
+    calls = [_TANGENTS(*_take_entry(i, in_dims, args)) for i in range(max(1, size))]
+    dout, dlse = (torch.stack(entries)[:size] for entries in zip(*calls, strict=True))
+    return (dout, dlse), (0, 0)
+
+
+def _take_entry(i: int, in_dims: Sequence, args: Sequence) -> list[Any]:
+    """The arguments of an op for entry i of the mapped dimension. A dimension without entries is
+    taken as one entry of zeros, for the shapes of the results.
+    """
+    *in_dims, mask_dims = in_dims
+    mask_dims = [None] * len(args[-1]) if mask_dims is None else mask_dims
+
+    def take(t: Any, dim: int | None) -> Any:
+        if dim is None:
+            return t
+        entries = t.movedim(dim, 0)
+        return entries[i] if len(entries) else entries.new_zeros(entries.shape[1:])
+
+    return [*map(take, args[:-1], in_dims), [*map(take, args[-1], mask_dims)]]
 
 
 def _fold_arguments(size: int, in_dims: Sequence, args: Sequence) -> list[Any]:
@@ -665,11 +742,15 @@ def _fold_mask(mask: list[Tensor], dims: Any, size: int, batch: int) -> list[Ten
 
 _SAVED = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
 _RESULT, _GRADS = "(Tensor, Tensor, Tensor)", f"({', '.join('Tensor' for _ in DIFFERENTIABLE)})"
-# Autograd and vmap apply to `attention` and `gradients`; graphs record the other ops.
+_DX = ", ".join(f"Tensor? d{name}" for name in Tangents._fields)
+# Autograd and vmap apply to `attention`, `gradients` and `tangents`; graphs record the last and the
+# other ops.
 _LIB.define(f"attention({_ARGUMENTS}, bool precise_delta) -> {_RESULT}")
 _LIB.define(f"gradients({_SAVED}, {_ARGUMENTS}) -> {_GRADS}")
+_LIB.define(f"tangents({_DX}, {_ARGUMENTS}) -> (Tensor, Tensor)")
 _LIB.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
 _LIB.impl("gradients", _gradients_autograd, "Autograd", with_keyset=True)
+_LIB.impl("tangents", _tangents_autograd, "Autograd", with_keyset=True)
 for _name, _tags in (("", ()), ("_deferred", torch.Tag.cudagraph_unsafe)):
     _LIB.define(f"forward{_name}({_ARGUMENTS}) -> {_RESULT}", tags=_tags)
     _LIB.define(f"backward{_name}({_SAVED}, {_ARGUMENTS}) -> {_GRADS}", tags=_tags)
@@ -678,6 +759,7 @@ _LIB.define("split(Tensor out, ScalarType dtype) -> (Tensor, Tensor)")
 _KERNELS = {
     "attention": (_attention, _attention_fake),
     "gradients": (_backward, _backward_fake),
+    "tangents": (_tangents, _tangents_fake),
     "forward": (_forward, _forward_fake),
     "forward_deferred": (_forward, _forward_fake),
     "backward": (_backward, _backward_fake),
@@ -694,8 +776,10 @@ for _name in ("", "_deferred"):
     torch.library.register_vmap(f"onchip::backward{_name}", _gradients_vmap, lib=_LIB)
 torch.library.register_vmap("onchip::attention", _attention_vmap, lib=_LIB)
 torch.library.register_vmap("onchip::gradients", _gradients_vmap, lib=_LIB)
+torch.library.register_vmap("onchip::tangents", _tangents_vmap, lib=_LIB)
 _ATTENTION = torch.ops.onchip.attention.default
 _GRADIENTS = torch.ops.onchip.gradients.default
+_TANGENTS = torch.ops.onchip.tangents.default
 _FORWARD = torch.ops.onchip.forward.default
 _BACKWARD = torch.ops.onchip.backward.default
 _FORWARD_DEFERRED = torch.ops.onchip.forward_deferred.default
@@ -707,5 +791,6 @@ _FLOPS = {
     torch.ops.onchip.gradients: _backward_flops,
     torch.ops.onchip.backward: _backward_flops,
     torch.ops.onchip.backward_deferred: _backward_flops,
+    torch.ops.onchip.tangents: _tangents_flops,
 }
 register_flop_formulas(_FLOPS)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.derivatives import check_no_tangents
 from onchip.core.problem import SCORE_OPTIONS, UnsupportedError, Window
 from onchip.core.state import add_sink, finalize, resume
 from onchip.core.validation import check_layout, check_window
@@ -138,6 +139,7 @@ def _check(
         raise ValueError(f"sinks must be (heads,) = ({q.shape[2]},), got {tuple(sinks.shape)}")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, source.k, source.v)):
         raise UnsupportedError("offload has no gradient: call it under torch.no_grad()")
+    check_no_tangents("offload")  # copies between devices and files carry none
 
 
 class Segmentation(NamedTuple):

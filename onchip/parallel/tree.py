@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.backend import accumulator_dtype
-from onchip.core.derivatives import refuse_transforms
+from onchip.core.derivatives import check_no_tangents, refuse_transforms
 from onchip.core.functional import UNBOUNDED, attention, paged_attention
 from onchip.core.problem import SCORE_OPTIONS, UnsupportedError, Window
 from onchip.core.signatures import No, ScoreOptions, Yes
@@ -385,6 +385,7 @@ def _check(options: dict[str, object], tensors: Sequence[Tensor | None]) -> None
     for name in sorted(set(options) - OPTIONS):
         raise UnsupportedError(f"decoding over several ranks does not take {name}")
     refuse_transforms("decoding over several ranks", *tensors)
+    check_no_tangents("decoding over several ranks")
     refuse_distributed("decoding over several ranks", *tensors)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise UnsupportedError(

@@ -18,7 +18,7 @@ import onchip.testing as ot
 from onchip import masks
 from onchip.core.dispatch import get_backend
 from onchip.core.problem import DIFFERENTIABLE, LEARNED, UNDECLARED, Problem
-from onchip.kernels.cpu import tiled
+from onchip.kernels.cpu import tile_loop
 from onchip.kernels.tiles import TileConfig
 
 KERNELS = ["tiled", "aten_cpu", "reference"]
@@ -369,7 +369,7 @@ def _kept(out: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("tile", [TileConfig(32, 48), TileConfig(7, 33), TileConfig(512, 2048)])
 def test_dropout_is_the_same_for_any_tile_and_kernel(monkeypatch, tile):
-    monkeypatch.setattr(tiled, "tiled_config", lambda planes: tile)
+    monkeypatch.setattr(tile_loop, "tiled_config", lambda planes: tile)
     q, k, _ = ot.make_qkv(2, 50, 70, num_heads=3, num_kv_heads=1, head_dim=8)
     v = torch.eye(70).view(1, 70, 1, 70).expand(2, -1, -1, -1)
     for seed in (0, 7, -3, 2**62 + 5, torch.tensor(2**33 + 1)):
@@ -412,7 +412,7 @@ def test_tiles_do_not_change_the_result(monkeypatch, tile):
     case |= {"causal": True, "window_size": (190, None), "sinks": True, "layout": "contiguous"}
     case |= {"distribution": "normal", "out_dtype": False, "batch": 2, "mask": "holes"}
     case |= {"softcap": 5.0, "alibi": "batch", "dropout_p": 0.3, "return_stats": True}
-    monkeypatch.setattr(tiled, "tiled_config", lambda planes: tile)
+    monkeypatch.setattr(tile_loop, "tiled_config", lambda planes: tile)
     _judge_dense("tiled", case | {"bias": (2, 1, 2)})
 
 

@@ -10,7 +10,7 @@ import onchip
 import onchip.lab  # registers the kernels of the papers
 import onchip.testing as ot
 from onchip.core import dispatch
-from onchip.core.backend import Backend, Grads, Result
+from onchip.core.backend import Backend, Grads, Result, Tangents
 from onchip.core.device import DeviceInfo
 from onchip.core.dispatch import backend_names, find_refusal, get_backend, plan
 from onchip.core.problem import DIFFERENTIABLE, LEARNED, UNDECLARED, Options, Problem, Tensors
@@ -84,6 +84,23 @@ def test_every_tensor_with_a_gradient_has_a_field_of_grads():
     assert Grads._fields == tuple(f"d{name}" for name in DIFFERENTIABLE)
     assert set(DIFFERENTIABLE) <= set(Tensors._fields)
     assert Grads._field_defaults.keys() == {f"d{name}" for name in LEARNED}
+
+
+def test_every_tensor_with_a_gradient_has_a_tangent():
+    """Of the other floating-point tensors alibi_slopes has one; scales belong to pages."""
+    assert set(Tangents._fields) == {*DIFFERENTIABLE, "alibi_slopes"}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+def test_forward_mode_refuses_a_new_option(name, home):
+    """Whatever `forward` of the backend declares."""
+    wider = with_new_option()
+    call = wider(*plain("tiled"), new_option=True)
+    backend, device = get_backend(name), CPU if home == "cpu" else H200
+    assert backend.supports_tangents(call, device) is not None
+    served = backend.supports_tangents(wider(*plain("tiled")), device) is None
+    assert served == (name == "tiled" and home == "cpu")
 
 
 @pytest.mark.parametrize("name", BACKENDS)

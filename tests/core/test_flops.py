@@ -97,3 +97,17 @@ def test_a_graph_that_calls_the_ops_is_counted():
     x = [t.detach() for t in inputs(*SHAPES["grouped"])]
     graph = make_fx(lambda *x: onchip.attention(*x))(*x)
     assert count(graph, *x) == count(onchip.attention, *x) > 0
+
+
+def test_tangents_count_their_products():
+    """The forward runs first, then one pass with the products that the tangents need."""
+    q, k, v = (t.detach().to("cpu") for t in inputs(*SHAPES["narrow values"]))
+    pairs, dim, dim_v = 2 * 2 * 31 * 31 * 2, 48, 16
+    forward = pairs * (dim + dim_v)
+    attend = lambda q, k, v: onchip.attention(q, k, v)
+    jvp = torch.func.jvp
+    assert count(jvp, attend, (q, k, v), (q, k, v)) == forward + pairs * 3 * (dim + dim_v)
+    of_q = lambda q: onchip.attention(q, k, v)
+    assert count(jvp, of_q, (q,), (q,)) == forward + pairs * 2 * (dim + dim_v)
+    of_v = lambda v: onchip.attention(q, k, v)
+    assert count(jvp, of_v, (v,), (v,)) == forward + pairs * (dim + 3 * dim_v)

@@ -10,7 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onchip import merge_states
-from onchip.core.state import EMPTY, State, add_sink, finalize, lift, merge, resume
+from onchip.core.state import (
+    EMPTY,
+    DualState,
+    State,
+    add_sink,
+    add_sink_dual,
+    finalize,
+    finalize_dual,
+    lift,
+    lift_dual,
+    merge,
+    merge_dual,
+    resume,
+)
 from onchip.fold import fold
 
 ROWS, KEYS, DIM = 3, 12, 4
@@ -89,6 +102,78 @@ def test_n_way_merge_equals_the_fold(case):
     lses = [lse[None] for _, lse in parts]
     out, lse = merge_states(outs, lses)
     assert_same((out[:, 0], lse[0]), softmax_attention(s, v))
+
+
+def softmax_tangent(s, ds, v, dv):
+    """The tangents of softmax_attention by hand, with zeros for rows without keys."""
+    out, lse = softmax_attention(s, v)
+    p = torch.exp(s - lse.masked_fill(lse == -inf, 0.0)[..., None])
+    dlse = (p * ds).sum(-1)
+    return (p * (ds - dlse[..., None])) @ v + p @ dv, dlse
+
+
+def draw_tangents(s, v):
+    g = torch.Generator().manual_seed(1)
+    return (torch.randn(x.shape, generator=g, dtype=x.dtype) for x in (s, v))
+
+
+def lift_segments(s, ds, v, dv, segments):
+    cuts = [(a, b) for a, b in segments if a < b]
+    return [lift_dual(s[:, a:b], ds[:, a:b], v[a:b], dv[a:b]) for a, b in cuts]
+
+
+@settings(max_examples=200, deadline=None)
+@given(scores())
+def test_tangents_merge_in_any_split_and_order(case):
+    s, v, segments = case
+    ds, dv = draw_tangents(s, v)
+    state = reduce(merge_dual, lift_segments(s, ds, v, dv, segments))
+    assert_same(finalize(state.value), softmax_attention(s, v))
+    assert_same(finalize_dual(state), softmax_tangent(s, ds, v, dv))
+    assert torch.equal(state.value.m, state.tangent.m)
+
+
+@settings(max_examples=100, deadline=None)
+@given(scores())
+def test_tangents_merge_in_any_grouping(case):
+    s, v, segments = case
+    ds, dv = draw_tangents(s, v)
+    states = lift_segments(s, ds, v, dv, segments)
+    empty = DualState(EMPTY, EMPTY)
+    left = reduce(merge_dual, states, empty)
+    right = reduce(lambda acc, x: merge_dual(x, acc), reversed(states), empty)
+    assert_same(finalize_dual(left), finalize_dual(right))
+
+
+@settings(max_examples=50, deadline=None)
+@given(scores())
+def test_the_tangent_of_a_merge_is_the_jvp_of_finalize(case):
+    """torch differentiates finalize(merge(lift, lift)), with its maxima, to the same tangents."""
+    s, v, segments = case
+    ds, dv = draw_tangents(s, v)
+
+    def fold_segments(s, v):
+        out, lse = finalize(reduce(merge, [lift(s[:, a:b], v[a:b]) for a, b in segments]))
+        return out, lse.masked_fill(lse == -inf, 0.0)
+
+    exact = torch.func.jvp(fold_segments, (s, v), (ds, dv))[1]
+    seen = (s > -inf).any(-1)  # torch's tangent of amax over -inf alone is arbitrary, times 0
+    got = finalize_dual(reduce(merge_dual, lift_segments(s, ds, v, dv, segments)))
+    for a, b in zip(got, exact, strict=True):
+        torch.testing.assert_close(a[seen], b[seen], rtol=1e-9, atol=1e-9)
+
+
+def test_the_tangent_of_a_sink_is_that_of_a_key_without_a_value():
+    s = torch.tensor([[0.0, 1.0], [-inf, -inf]], dtype=torch.float64)
+    v = torch.randn(2, DIM, dtype=torch.float64)
+    ds, dv = draw_tangents(s, v)
+    sink, dsink = (torch.tensor(x, dtype=torch.float64) for x in (0.5, -2.0))
+    got = finalize_dual(add_sink_dual(lift_dual(s, ds, v, dv), sink, dsink))
+    column = lambda s, sink: torch.cat([s, sink.expand(2, 1)], 1)
+    zero = torch.zeros(1, DIM, dtype=torch.float64)
+    keys = column(s, sink), column(ds, dsink), torch.cat([v, zero]), torch.cat([dv, zero])
+    assert_same(got, softmax_tangent(*keys))
+    assert got[0][1].eq(0).all() and got[1][1] == dsink
 
 
 def test_a_sink_is_a_logit_without_a_value():

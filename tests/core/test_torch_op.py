@@ -65,6 +65,14 @@ def test_opcheck_attention(name):
     torch.library.opcheck(torch.ops.onchip.attention.default, (*args, False))
 
 
+@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"dropout", "stats"}))
+def test_opcheck_tangents(name):
+    args = op_arguments(OPTIONS[name])
+    inputs = [args[i] for i in torch_op._WITH_TANGENTS]
+    tangents = [None if t is None else torch.randn_like(t) for t in inputs]
+    torch.library.opcheck(torch.ops.onchip.tangents.default, (*tangents, *args))
+
+
 def test_opcheck_split():
     out = torch.randn(2, 5, 3, 8)
     torch.library.opcheck(torch.ops.onchip.split.default, (out, torch.bfloat16))

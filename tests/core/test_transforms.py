@@ -86,22 +86,23 @@ def paged(call):
     return attend, formula, "value"
 
 
-# (function of q, formula, which derivatives it has: "all", the "gradient", or only its "value")
+# (function of q, formula, which derivatives it has: "all", the "first" in both modes, only the
+# "gradient", or only its "value")
 FUNCTIONS = {
     "attention": (
         lambda q: onchip.attention(q, K, V, causal=True),
         causal_formula,
-        "gradient",
+        "first",
     ),
     "lse": (
         lambda q: onchip.attention(q, K, V, return_lse=True)[1],
         lambda q: scores(q).logsumexp(-1),
-        "gradient",
+        "first",
     ),
     "varlen_attention": (
         lambda q: onchip.varlen_attention(q[0], K[0], V[0], CU_Q, CU_K, 3, 5)[None],
         formula,
-        "gradient",
+        "first",
     ),
     "paged_attention": paged(onchip.paged_attention),
     "cascade_attention": paged(onchip.cascade_attention),
@@ -201,16 +202,16 @@ TRANSFORMS = {
         lambda f: functional.jacobian(f, Q, vectorize=True),
         False,
     ),
-    "jvp": ("more", lambda f: func.jvp(f, (Q,), (TANGENT,))[1], True),
-    "jacfwd": ("more", lambda f: func.jacfwd(f)(Q), True),
-    "linearize": ("more", lambda f: func.linearize(f, Q)[1](TANGENT), True),
+    "jvp": ("forward", lambda f: func.jvp(f, (Q,), (TANGENT,))[1], True),
+    "jacfwd": ("forward", lambda f: func.jacfwd(f)(Q), True),
+    "linearize": ("forward", lambda f: func.linearize(f, Q)[1](TANGENT), True),
     "vmap(jvp)": (
-        "more",
+        "forward",
         lambda f: torch.vmap(lambda t: func.jvp(f, (Q,), (t,))[1])(TWO),
         True,
     ),
-    "jvp(vmap)": ("more", lambda f: func.jvp(torch.vmap(f), (TWO,), (TWO.flip(0),))[1], True),
-    "dual tensors": ("more", dual, False),
+    "jvp(vmap)": ("forward", lambda f: func.jvp(torch.vmap(f), (TWO,), (TWO.flip(0),))[1], True),
+    "dual tensors": ("forward", dual, False),
     "functional.jacobian(forward-mode)": (
         "more",
         lambda f: functional.jacobian(f, Q, strategy="forward-mode", vectorize=True),
@@ -247,12 +248,14 @@ MAPS = {"vmap", "jacrev", "vmap(grad)", "grad(vmap)"}
 OF_AUTOGRAD = {"checkpoint", "checkpoint(reentrant)", "functional.vjp", "functional.jacobian"}
 # what must be right; the rest is right or refused
 SERVED = {
-    "attention": all_of("value", "gradient"),
-    "lse": all_of("value", "gradient"),
-    "varlen_attention": all_of("value", "gradient") - MAPS,
+    "attention": all_of("value", "gradient", "forward"),
+    "lse": all_of("value", "gradient", "forward"),
+    "varlen_attention": all_of("value", "gradient", "forward") - MAPS - {"jvp(vmap)"},
     "paged_attention": {"jit.trace", "make_fx", "export"},
     "merge_states": set(TRANSFORMS),
-    "attention_weights": all_of("gradient", "more") - MAPS - {"vmap(jvp)", "jvp(vmap)", "jacfwd"},
+    "attention_weights": all_of("gradient", "forward", "more")
+    - MAPS
+    - {"vmap(jvp)", "jvp(vmap)", "jacfwd"},
     "ring": OF_AUTOGRAD,
     "ulysses": OF_AUTOGRAD,
     "allgather": OF_AUTOGRAD,
@@ -303,6 +306,38 @@ def test_right_or_refused(function):
     right = {transform for transform, verdict in results.items() if verdict == "right"}
     refused = {name: results[name] for name in SERVED.get(function, set()) - right}
     assert not refused
+
+
+LOST = ("offload_attention", "tree_attention", "paged_attention", "cascade_attention", "ring")
+
+
+@pytest.mark.parametrize("function", LOST)
+def test_functions_that_would_lose_tangents_refuse_forward_mode(function):
+    """On one rank and in host memory a tangent would be right by accident: messages between ranks
+    and copies of segments carry none.
+    """
+    for transform in all_of("forward"):
+        assert judge(function, transform) != "right", transform
+
+
+def test_a_graph_without_tangents_has_no_node_that_looks_for_them():
+    graph = make_fx(lambda q: onchip.attention(q, K, V))(Q).graph
+    called = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert called[0] == torch.ops.onchip.forward.default
+    assert torch.ops.aten.alias.default not in called
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("function", ["attention", "varlen_attention"])
+def test_tangents_that_begin_and_end_in_a_compiled_function(function, backend):
+    """Its graph enters the dual level in C++, which torch's Python code does not notice."""
+    attend, plain, _ = FUNCTIONS[function]
+    for transform in ("jvp", "dual tensors"):
+        torch._dynamo.reset()
+        apply = TRANSFORMS[transform][1]
+        result = torch.compile(lambda apply=apply: apply(attend), backend=backend)()
+        torch.testing.assert_close(result, apply(plain), rtol=1e-9, atol=1e-9)
 
 
 # Compiling takes seconds a cell: one of each kind for every function, all of torch.func for one.

@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from onchip.core.backend import Tangents
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.cpu import philox
 from onchip.kernels.cpu.head_slice import HeadSlice
@@ -36,13 +37,26 @@ class Scorer(NamedTuple):
         """
         s = grouped_matmul(q, k.transpose(-1, -2)) * self.problem.softmax_scale
         s, softcap_grad = self.apply_softcap(s)
-        if self.x.alibi_slopes is not None:
-            slopes = self.head_slice.take_slopes(self.x.alibi_slopes).to(s.dtype)
-            s = s - slopes * self._distance(at, s)
-        if self.x.bias is not None:
-            s = s + self._bias_tile(self.x.bias, at).to(s.dtype)
+        s = self._add_linear_terms(s, self.x, at)
         visible = self.head_slice.visibility.tile(*at, s.device)
         return s if visible is None else s.masked_fill(~visible, -torch.inf), softcap_grad
+
+    def tangents(
+        self, product: Tensor, softcap_grad: Tensor | None, dx: Tangents, at: TileBounds
+    ) -> Tensor:
+        """ds from the tangent of q.k, (b, h, m, n), and the tangents of slopes and bias. Hidden
+        cells hold any value.
+        """
+        ds = product * self.problem.softmax_scale
+        ds = ds if softcap_grad is None else ds * softcap_grad
+        return self._add_linear_terms(ds, dx, at)
+
+    def _add_linear_terms(self, s: Tensor, x: Tensors | Tangents, at: TileBounds) -> Tensor:
+        """s - slope * distance + bias. Their tangents add to ds in the same way."""
+        if x.alibi_slopes is not None:
+            slopes = self.head_slice.take_slopes(x.alibi_slopes).to(s.dtype)
+            s = s - slopes * self._distance(at, s)
+        return s if x.bias is None else s + self._bias_tile(x.bias, at).to(s.dtype)
 
     def apply_softcap(self, s: Tensor) -> tuple[Tensor, Tensor | None]:
         """softcap * tanh(s / softcap) and its derivative; (s, None) without softcap."""

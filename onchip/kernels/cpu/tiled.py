@@ -5,8 +5,6 @@ Supports every option of the contract on any torch device. Products and softmax 
 for fp64 inputs). No temporary is larger than one tile of scores per head.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -25,10 +23,10 @@ from onchip.core.backend import (
 from onchip.core.device import DeviceInfo
 from onchip.core.problem import Problem, Tensors
 from onchip.core.state import State, add_sink, finalize, fold_tiles
-from onchip.kernels.cpu.head_slice import HeadSlice, head_slices
+from onchip.kernels.cpu.head_slice import head_slices
 from onchip.kernels.cpu.scores import Scorer, TileBounds, grouped_matmul, sum_over_groups
-from onchip.kernels.tiles import tiled_config
-from onchip.masks.blockmask import BLOCK
+from onchip.kernels.cpu.tangent import supports_tangents, tangents
+from onchip.kernels.cpu.tile_loop import key_tiles, load_operands, row_tiles
 
 # Every option but those of pages, which are gathered first.
 OPTIONS = {
@@ -49,8 +47,8 @@ def forward(problem: Problem, x: Tensors) -> Result:
     stats = Stats(torch.empty_like(lse), torch.empty_like(lse)) if problem.return_stats else None
     for head_slice in head_slices(problem, x):
         scorer = Scorer(problem, x, head_slice)
-        q, k, v = _operands(problem, x, head_slice)
-        for q0, q1 in _row_tiles(head_slice, q):
+        q, k, v = load_operands(problem, x, head_slice)
+        for q0, q1 in row_tiles(head_slice, q):
             state, weighted = _fold_row_tile(scorer, q[:, :, q0:q1], k, v, q0)
             if stats is not None:
                 head_slice.take_rows(stats.max_logit)[:, :, q0:q1] = state.m
@@ -78,7 +76,7 @@ def _fold_row_tile(
     def add_values(acc: Tensor, p: Tensor, at: TileBounds) -> Tensor:
         return acc + grouped_matmul(scorer.apply_dropout(p, at), v[:, :, at.k0 : at.k1])
 
-    tiles = _tile_bounds(scorer.head_slice, q, q0)
+    tiles = key_tiles(scorer.head_slice, q, q0)
     return fold_tiles(q, v.shape[-1], tiles, score, add_values, scorer.problem.return_stats)
 
 
@@ -122,14 +120,14 @@ def _backward_head_slice(
 ) -> None:
     """Recompute p tile by tile and add the gradients of this head slice, in place."""
     problem, head_slice = scorer.problem, scorer.head_slice
-    q, k, v = _operands(problem, scorer.x, head_slice)
+    q, k, v = load_operands(problem, scorer.x, head_slice)
     dout = head_slice.take_queries(dout).transpose(1, 2).to(q.dtype)
     lse, delta = head_slice.take_rows(lse)[..., None], head_slice.take_rows(delta)[..., None]
     dq = head_slice.take_queries(grads.dq).transpose(1, 2)
     dk, dv = (head_slice.take_keys(t).transpose(1, 2) for t in (grads.dk, grads.dv))
-    for q0, q1 in _row_tiles(head_slice, q):
+    for q0, q1 in row_tiles(head_slice, q):
         rows = slice(q0, q1)
-        for at in _tile_bounds(head_slice, q[:, :, rows], q0):
+        for at in key_tiles(head_slice, q[:, :, rows], q0):
             keys = slice(at.k0, at.k1)
             s, softcap_grad = scorer.scores(q[:, :, rows], k[:, :, keys], at)
             p = torch.exp(s - lse[:, :, rows])
@@ -145,32 +143,11 @@ def _backward_head_slice(
             dk[:, :, keys] += sum_over_groups(ds, q[:, :, rows], k.shape[1])
 
 
-def _operands(problem: Problem, x: Tensors, head_slice: HeadSlice) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of a head slice as (batch, heads, seqlen, dim) in accumulator precision; views if no
-    conversion is needed.
-    """
-    wide = accumulator_dtype(problem.dtype)
-    views = head_slice.take_queries(x.q), head_slice.take_keys(x.k), head_slice.take_keys(x.v)
-    q, k, v = (t.transpose(1, 2).to(wide) for t in views)
-    return q, k, v
-
-
-def _row_tiles(head_slice: HeadSlice, q: Tensor) -> Iterator[tuple[int, int]]:
-    batch, heads, seqlen_q, _ = q.shape
-    tile_m = tiled_config(max(1, batch * heads)).tile_m
-    if head_slice.visibility.mask is not None:
-        tile_m = min(tile_m, BLOCK)  # otherwise a row would read a block that is EMPTY for it
-    for q0 in range(0, seqlen_q, tile_m):
-        yield q0, min(q0 + tile_m, seqlen_q)
-
-
-def _tile_bounds(head_slice: HeadSlice, q: Tensor, q0: int) -> Iterator[TileBounds]:
-    """The tiles of keys that at least one query of this row tile sees."""
-    batch, heads, rows, _ = q.shape
-    tile_n = tiled_config(max(1, batch * heads)).tile_n
-    for k0, k1 in head_slice.visibility.spans(q0, q0 + rows):
-        for n in range(k0, k1, tile_n):
-            yield TileBounds(q0, q0 + rows, n, min(n + tile_n, k1))
-
-
-backend: Backend = make_backend(supports, forward, backward, options=OPTIONS)
+backend: Backend = make_backend(
+    supports,
+    forward,
+    backward,
+    options=OPTIONS,
+    supports_tangents=supports_tangents,
+    tangents=tangents,
+)
