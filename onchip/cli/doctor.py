@@ -86,19 +86,18 @@ def findings() -> list[Finding]:
 def model_finding(folder: str | Path) -> tuple[bool, Finding]:
     """Whether the model of a folder is served, and how; its weights are not read."""
     try:
-        native = models.is_native(folder)
-        checkpoint = models.inspect(folder) if native else models.inspect_foreign(folder)
+        if models.is_native(folder):
+            checkpoint = models.inspect(folder)
+            has_experts = any(layer.experts is not None for layer in checkpoint.config.layers)
+            recorded = "in bf16 on Hopper recorded" if has_experts else "recorded"
+            how = f"Runs natively: fused, {recorded}, on several ranks."
+        else:
+            checkpoint, how = models.inspect_foreign(folder), f"It {foreign.ABOUT}; on one device."
     except ValueError as error:
         return False, Finding(str(folder), "not served", f"{error}.")
     config = checkpoint.config
     what = f"{config.model_type}, {config.num_layers} layers, {checkpoint.dtype}"
-    if native:
-        has_experts = any(layer.experts is not None for layer in config.layers)
-        recorded = "in bf16 on Hopper recorded" if has_experts else "recorded"
-        return True, Finding(
-            str(folder), what, f"Runs natively: fused, {recorded}, on several ranks."
-        )
-    return True, Finding(str(folder), what, f"It {foreign.ABOUT}; on one device.")
+    return True, Finding(str(folder), what, how)
 
 
 def ordinary(dtype: torch.dtype) -> Problem:

@@ -614,7 +614,7 @@ def hopper_backward_widths(problem: Problem) -> tuple[int, int]:
     width_v = hopper_forward_width(problem.head_dim_v)
     if width == 192 and width_v <= 128:
         return 192, 128
-    return (max(width, width_v),) * 2
+    return max(width, width_v), max(width, width_v)
 
 
 def dq_part_columns(tile_m: int, columns: int, tail: int) -> tuple[int, int]:
