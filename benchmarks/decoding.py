@@ -11,6 +11,8 @@ cost or save. Parts (`--only`):
                schema that is compiled
   long         one request of which 3/4 of the keys are in host memory: bytes a second beside those
                of the link; other requests while it runs, against without it
+  experts      a step of 1, 32 and 256 requests of models with experts, 8 x 1.5B and gpt-oss-20b in
+               shape, beside the time in which the bytes of the experts that have tokens can be read
 
 The models are `successor_model`s: random weights of the named shape, with outputs that are known,
 so that drafts are right as often as is asked for. --quick: tiny shapes, also without a GPU.
@@ -35,7 +37,7 @@ from onchip.engine import LLM, ByteTokenizer, Request, SamplingParams
 from onchip.engine.stats import EngineStats
 from onchip.models import Decoder, ModelConfig, random_model
 
-PARTS = ("latency", "speculation", "structure", "long")
+PARTS = ("latency", "speculation", "structure", "long", "experts")
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 NUM_DRAFTS, RIGHT = 4, 0.7  # drafts of a step, and how many of them the draft model gets right
 SURE = 30.0  # the logit of the next token; all others are of order one
@@ -47,6 +49,47 @@ DRAFT = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
+# Qwen2.5-1.5B in shape with eight MLPs; https://huggingface.co/openai/gpt-oss-20b (config.json).
+EIGHT_EXPERTS = {
+    "model_type": "mixtral",
+    "vocab_size": 151_936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+GPT_OSS_20B = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "sliding_window": 128,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+}
+KEPT = ("model_type", "num_local_experts", "num_experts_per_tok", "sliding_window", "rope_scaling")
 TINY_DRAFT = DRAFT | {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 SCHEMA = {
     "type": "object",
@@ -58,8 +101,8 @@ SCHEMA = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Prompt and output tokens of the short requests, the large batches, and the long request:
-    its tokens, of which `cached` fit into the cache.
+    """Prompt and output tokens of the short requests, the large batches, the batches of models with
+    experts, and the long request: its tokens, of which `cached` fit into the cache.
     """
 
     prompt: int = 64
@@ -67,13 +110,14 @@ class Sizes:
     first_prompt: int = 1024
     batch: int = 256
     structured: int = 64
+    sparse: tuple[int, ...] = (1, 32, 256)
     long: int = 131_072
     cached: int = 32_768
     long_output: int = 24
     max_model_len: int = 4096
 
 
-QUICK = Sizes(24, 32, 96, 8, 4, 448, 112, 4, 256)
+QUICK = Sizes(24, 32, 96, 8, 4, (1, 4), 448, 112, 4, 256)
 
 
 FUSED = partial(select, kernel="fused")
@@ -94,6 +138,12 @@ THRESHOLDS = (
     Threshold("first token with a schema, ms more", select("structured first token"), at_most=20.0),
     Threshold("a long request, of the link", select("long"), at_least=0.8),
     Threshold("others beside a long request", select("beside"), at_least=0.9),
+    Threshold(
+        "experts, a step of 32, of the time of its bytes",
+        select("experts", batch=32),
+        at_least=0.5,
+        measure=least("roofline_share"),
+    ),
 )
 
 
@@ -194,12 +244,15 @@ def steps(session: Session) -> Iterator[gpu.Step]:
         yield f"{qwen3.name}, structure", partial(structure, qwen3)
     if "long" in parts:
         yield f"{qwen3.name}, a long request", partial(long, qwen3)
+    if "experts" in parts:
+        for name, fields in {"8 x 1.5b": EIGHT_EXPERTS, "gpt-oss-20b": GPT_OSS_20B}.items():
+            yield f"{name}, experts", partial(_experts, session, name, fields)
 
 
 def setting(session: Session, name: str, fields: dict[str, Any]) -> Setting:
     """Each shape has a head of its own, which a step reads instead of the embeddings."""
     if session.quick:
-        fields = TINY | {"model_type": fields["model_type"]}
+        fields = TINY | {field: fields[field] for field in KEPT if field in fields}
         name = f"tiny {fields['model_type']}"
     return Setting(name, fields | {"tie_word_embeddings": False}, session)
 
@@ -210,12 +263,12 @@ def successor_model(
     """A model that continues token t with t + 1, at the cost of any model of its shape. right: the
     share of tokens that it continues so; the others get the successors of one another.
 
-    Attention and feed-forward networks compute with random weights, but the matrices that write to
-    the residual stream are zero: the hidden state is the token's embedding, which the head finds.
+    Attention and feed-forward networks compute with random weights, but what writes to the residual
+    stream is zero: the hidden state is the token's embedding, which the head finds.
     """
     model = random_model(ModelConfig.from_hf(fields), device=device, dtype=dtype)
     for name, parameter in model.named_parameters():
-        if name.endswith(("attention.out.weight", "mlp.down.weight")):
+        if ".attention.out." in name or ".mlp.down." in name:
             parameter.data.zero_()
     vocab = model.config.vocab_size
     successor = torch.arange(1, vocab + 1) % vocab
@@ -305,7 +358,14 @@ def step_latency(setting: Setting, *batches: int) -> list[Row]:
     return rows
 
 
-def _time_steps(setting: Setting, llm: LLM, name: str, batch: int, roofline: Roofline) -> Row:
+def _time_steps(
+    setting: Setting,
+    llm: LLM,
+    name: str,
+    batch: int,
+    roofline: Roofline,
+    bench: str = "latency",
+) -> Row:
     sizes = setting.sizes
     ran = twice(llm, random_prompts(setting, batch, sizes.prompt), sizes.output)
     keys = batch * (sizes.prompt + sizes.output // 2)  # in the middle of the output
@@ -315,7 +375,18 @@ def _time_steps(setting: Setting, llm: LLM, name: str, batch: int, roofline: Roo
         f"{setting.name}, {name}: {ran.step_ms:.3f} ms a step of {batch}, {100 * share:.0f} % of"
         f" the time of its bytes"
     )
-    return setting.row("latency", name, batch, ran.step_ms, "ms", roofline_share=share)
+    return setting.row(bench, name, batch, ran.step_ms, "ms", roofline_share=share)
+
+
+def _experts(session: Session, name: str, fields: dict[str, Any]) -> list[Row]:
+    """Steps of a model with experts; it is freed before the next one is made."""
+    sparse = setting(session, name, fields)
+    rate, rows = copy_bytes_per_s(sparse.device), []
+    with sparse.llm() as llm:
+        for batch in sparse.sizes.sparse:
+            roofline = Roofline.of(sparse.model.config, sparse.dtype.itemsize, rate, tokens=batch)
+            rows.append(_time_steps(sparse, llm, "onchip", batch, roofline, bench="experts"))
+    return rows
 
 
 def _drafting(setting: Setting, method: str) -> dict[str, Any]:

@@ -80,12 +80,17 @@ class Roofline(NamedTuple):
     bytes_per_s: float
 
     @classmethod
-    def of(cls, config: ModelConfig, itemsize: int, bytes_per_s: float) -> "Roofline":
-        """Of embeddings that are not the head as well, a step reads a few rows."""
+    def of(
+        cls, config: ModelConfig, itemsize: int, bytes_per_s: float, tokens: int | None = None
+    ) -> "Roofline":
+        """Of embeddings that are not the head as well, a step reads a few rows. tokens: of a step,
+        which may leave experts without one; None: all are read.
+        """
         token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
-        looked_up = 0 if config.tied else config.vocab_size * config.hidden_size
-        read = num_parameters(config) - looked_up
-        return cls(read * itemsize, token_bytes, bytes_per_s)
+        unread = 0 if config.tied else config.vocab_size * config.hidden_size
+        if tokens is not None:
+            unread += round(idle_experts(config, tokens))
+        return cls((num_parameters(config) - unread) * itemsize, token_bytes, bytes_per_s)
 
     def seconds(self, workload: Workload) -> float:
         read = workload.steps * self.weight_bytes + workload.tokens_read * self.token_bytes
@@ -99,6 +104,15 @@ class Roofline(NamedTuple):
             f" {self.bytes_per_s / 1e12:.3g} TB/s = {seconds:.3g} s ="
             f" {workload.num_output_tokens / seconds:,.0f} tokens/s; prefill is not in it"
         )
+
+
+def idle_experts(config: ModelConfig, tokens: int) -> float:
+    """The weights of experts without a token in the mean, if every choice is equally likely."""
+    idle = 0.0
+    for experts in filter(None, (layer.experts for layer in config.layers)):
+        weights = 3 * config.hidden_size * experts.intermediate_size * experts.num_experts
+        idle += weights * (1 - experts.per_token / experts.num_experts) ** tokens
+    return idle
 
 
 class Mark(NamedTuple):

@@ -12,7 +12,7 @@ import pytest
 from tests import install
 
 ROOT = Path(__file__).parents[1]
-MAX_BYTES = 6_000_000
+MAX_BYTES = 6_250_000  # 4.9 MB are the two built-in models
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 

@@ -5,12 +5,14 @@ import torch
 
 from benchmarks import decoding
 from benchmarks.serving import TINY
+from benchmarks.workload import Roofline
 from onchip.cli.bench.harness import RowRefused, Session, check_thresholds
 from onchip.engine import LLM
+from onchip.models import ModelConfig
 
 CPU = torch.device("cpu")
 UNTIED = TINY | {"tie_word_embeddings": False}
-FEW = decoding.Sizes(8, 10, 20, 3, 2, 200, 96, 2, 128)
+FEW = decoding.Sizes(8, 10, 20, 3, 2, (1, 3), 200, 96, 2, 128)
 
 
 @pytest.fixture
@@ -75,6 +77,25 @@ def test_a_long_request_is_read_from_host_memory(rows):
     found = rows("long")
     assert found["long", "onchip", 1]["value"] > 0
     assert found["beside", "onchip", 8]["ratio"] > 0
+
+
+def test_steps_of_models_with_experts(rows):
+    found = rows("experts")
+    names = {row["mask"] for row in found.values()}
+    assert names <= {"tiny mixtral", "tiny gpt_oss"} and set(found) == {
+        ("experts", "onchip", batch) for batch in FEW.sparse
+    }
+    assert all(0 < row["roofline_share"] < 1 for row in found.values())
+
+
+@pytest.mark.parametrize("fields", [decoding.EIGHT_EXPERTS, decoding.GPT_OSS_20B])
+def test_bytes_of_experts_are_those_that_tokens_reach(fields):
+    """One token reads the experts of one token, and many tokens read all."""
+    config = ModelConfig.from_hf(fields | {"tie_word_embeddings": False})
+    one, many, all_of_them = (Roofline.of(config, 2, 1.0, n).weight_bytes for n in (1, 999, None))
+    experts = config.layers[0].experts
+    matrices = 3 * config.hidden_size * experts.intermediate_size * config.num_layers
+    assert many == all_of_them == one + 2 * matrices * (experts.num_experts - experts.per_token)
 
 
 def test_a_refused_request_is_no_row():
