@@ -39,7 +39,7 @@ from onchip.core.backend import (
 from onchip.core.device import DeviceInfo
 from onchip.core.problem import Problem, Tensors
 from onchip.core.state import add_sink, finalize, resume
-from onchip.kernels.cpu.head_slice import HeadSlice, head_slices
+from onchip.kernels.cpu.head_slice import HeadSlice, head_slices, plane_rule
 from onchip.kernels.cpu.scores import grouped_matmul
 from onchip.masks.blockmask import BLOCK
 from onchip.masks.visibility import Visibility
@@ -96,7 +96,8 @@ def forward(problem: Problem, x: Tensors) -> Result:
         out, lse = _call_forward(problem, _heads_first(q, k, v), problem.causal, None)
         out, lse = _cut_columns(out.transpose(1, 2), problem.head_dim_v), lse.contiguous()
     elif _has_small_planes(problem, x):
-        mask, without_keys = _mask_of_planes(_whole_rule(problem, x), accumulator_dtype(compute))
+        rule = plane_rule(problem, x, 0, 0)
+        mask, without_keys = _mask_of_planes(rule, accumulator_dtype(compute))
         out, lse = _call_forward(problem, _heads_first(q, k, v), False, mask)
         lse = lse if without_keys is None else lse.masked_fill(without_keys, -torch.inf)
         out = _cut_columns(out.transpose(1, 2), problem.head_dim_v)
@@ -192,7 +193,7 @@ def backward(
         grads = _call_backward(problem, _heads_first(*operands), safe_lse, problem.causal, None)
         grads = _heads_first(*grads)
     elif _has_small_planes(problem, x):
-        mask, _ = _mask_of_planes(_whole_rule(problem, x), wide)
+        mask, _ = _mask_of_planes(plane_rule(problem, x, 0, 0), wide)
         grads = _call_backward(problem, _heads_first(*operands), safe_lse, False, mask)
         grads = _heads_first(*grads)
     else:
@@ -288,14 +289,9 @@ def _has_small_planes(problem: Problem, x: Tensors) -> bool:
     return batch * heads > 1 and is_small and problem.batch > 0
 
 
-def _whole_rule(problem: Problem, x: Tensors) -> Visibility:
-    lengths = problem.seqlen_q, problem.seqlen_k
-    return Visibility(*lengths, problem.causal, problem.window_size, x.mask)
-
-
 @lru_cache(maxsize=4)  # at most 16 MB each; the backward and other layers have the same mask
 def _mask_of_planes(rule: Visibility, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """(0 / -inf mask of all planes, rows that see no key)"""
+    """(0 / -inf mask of all planes of the rule's mask, rows that see no key)"""
     visible = rule.mask.to_dense().cpu()
     band = rule._replace(mask=None).tile(0, rule.seqlen_q, 0, rule.seqlen_k)
     return _as_float(visible if band is None else visible & band, dtype)

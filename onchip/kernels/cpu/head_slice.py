@@ -61,7 +61,7 @@ def head_slices(problem: Problem, x: Tensors) -> Iterator[HeadSlice]:
     if problem.packed:
         yield from _sequences(problem, x)
     elif x.mask is None:
-        yield HeadSlice(ALL, ALL, ALL, ALL, ALL, 0, 0, _rule(problem, x, 0, 0))
+        yield HeadSlice(ALL, ALL, ALL, ALL, ALL, 0, 0, plane_rule(problem, x, 0, 0))
     else:
         yield from _mask_head_slices(problem, x)
 
@@ -81,7 +81,7 @@ def _mask_head_slices(problem: Problem, x: Tensors) -> Iterator[HeadSlice]:
     for b in range(mask_batch):
         batch = ALL if mask_batch == 1 else slice(b, b + 1)
         for h in range(mask_heads):
-            rule = _rule(problem, x, b, h)
+            rule = plane_rule(problem, x, b, h)
             if mask_heads == 1:
                 yield HeadSlice(batch, ALL, ALL, ALL, ALL, b, 0, rule)
             else:
@@ -89,7 +89,8 @@ def _mask_head_slices(problem: Problem, x: Tensors) -> Iterator[HeadSlice]:
                 yield HeadSlice(batch, ALL, ALL, slice(h, h + 1), slice(kv, kv + 1), b, h, rule)
 
 
-def _rule(problem: Problem, x: Tensors, b: int, h: int) -> Visibility:
+def plane_rule(problem: Problem, x: Tensors, b: int, h: int) -> Visibility:
+    """The keys that a dense call sees in plane (b, h) of its mask, or without a mask."""
     return Visibility(
         problem.seqlen_q, problem.seqlen_k, problem.causal, problem.window_size, x.mask, b, h
     )
