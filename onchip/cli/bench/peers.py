@@ -119,7 +119,8 @@ def fa3(packed: Lengths | None = None, cache_seqlens: Tensor | None = None, **op
     module = import_module(name)
     if cache_seqlens is None:
         return _flash(module, packed, options)
-    return _over_pages(module.flash_attn_with_kvcache, options | {"cache_seqlens": cache_seqlens})
+    options = {"num_splits": 1, "cache_seqlens": cache_seqlens} | options  # as in its other calls
+    return _over_pages(module.flash_attn_with_kvcache, options)
 
 
 def fa4(packed: Lengths | None = None, cache_seqlens: Tensor | None = None, **options) -> Attend:
