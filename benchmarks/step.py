@@ -22,7 +22,9 @@ from onchip.cli.bench.measure import seconds, synchronize
 from onchip.engine.sampler import LogitEdits, SamplerOutput, SamplingMetadata, sample
 from onchip.kvcache import KVCache, PagedBatch
 from onchip.models import Decoder, ModelConfig, positions_of, random_model
-from onchip.models.decoder import PagedAttend, add_norm, embed
+from onchip.models.attend import PagedAttend
+from onchip.models.decoder import embed
+from onchip.models.norm import add_norm
 from onchip.models.pointwise import gated_activation
 from onchip.models.rotary import cos_sin
 

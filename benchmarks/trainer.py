@@ -14,7 +14,8 @@ from torch import Tensor
 
 from onchip.core.machine import has_fast_matmul
 from onchip.models import Decoder, ModelConfig, random_model
-from onchip.models.decoder import Block, Rope, add_norm, embed, optional
+from onchip.models.decoder import Block, Rope, embed
+from onchip.models.norm import add_norm, optional
 from onchip.models.rotary import cos_sin, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (tokens, heads, head_dim) -> out

@@ -1,122 +1,37 @@
 """One decoder for all families: embeddings, layers of attention and MLP, a head.
 
-A layer is independent of the source of its keys: it passes q, k and v to an `Attend`. This file has
-three of them: sequences in pages (serving), dense batches and packed sequences (training, scoring).
-Any other fold works, too.
+A layer is independent of the source of its keys: it passes q, k and v to an `Attend`.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onchip.core.functional import attention, paged_attention, varlen_attention
-from onchip.core.problem import UnsupportedError
 from onchip.core.values import checks
 from onchip.kvcache import KVCache, PagedBatch, Spec
+from onchip.models.attend import Attend, PackedAttend, PagedAttend, attend_dense
 from onchip.models.config import Layer, ModelConfig
 from onchip.models.experts import SparseMLP
-from onchip.models.host_prefix import attend_with_prefixes
 from onchip.models.linear import Linear, ParameterFactory
+from onchip.models.norm import NormLayer, add_norm, optional
 from onchip.models.pointwise import (
     Norms,
     Projections,
     RMSNorm,
     activate,
-    add_rms_norm,
     fused,
     gated_activation,
     place,
-    rms_norm,
 )
-from onchip.models.prefill_8bit import (
-    attend_prefill,
-    attend_projections,
-    fuses_prefill,
-    has_prefill,
-)
+from onchip.models.prefill_8bit import attend_projections, fuses_prefill
 from onchip.models.products import find_kernel, norm_product, product
 from onchip.models.rotary import Rotary, cos_sin, rotate
-from onchip.models.shared_prefix import attend_shared, can_share
 from onchip.models.weight_names import Shard
 
 Rope = Sequence[tuple[Tensor, Tensor]]  # (cos, sin) for each of `ModelConfig.rotaries`
-
-
-class Attend(Protocol):
-    """Attention of one layer over all tokens so far: q (..., num_heads, head_dim), k and v (...,
-    num_kv_heads, head_dim) of the new tokens; options of `onchip.attention`.
-    """
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor: ...
-
-
-class PagedAttend(NamedTuple):
-    """Writes keys and values to the pages of the cache, and attends over the pages."""
-
-    batch: PagedBatch
-    cache: KVCache
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        self.cache.write(layer, k, v, self.batch.slot_mapping)
-        return self.read(layer, q, **options)
-
-    def read(self, layer: int, q: Tensor, **options: Any) -> Tensor:
-        """Attention over the pages, which contain the keys and values of the new tokens already."""
-        batch, cache = self
-        if batch.tree is not None and "window_size" in options:
-            raise UnsupportedError("a window counts positions, and slots of a tree are none")
-        if batch.host_prefixes:
-            return attend_with_prefixes(batch, cache, layer, q, **options)
-        if can_share(batch, options):
-            return attend_shared(batch, cache, layer, q, **options)
-        if has_prefill(batch, options):
-            return attend_prefill(batch, cache, layer, q, **options)
-        pages = *cache.layer(layer), batch.page_table, batch.cache_seqlens
-        options |= cache.scales(layer)
-        if batch.max_seqlen_q == 1 and q.shape[0] == batch.page_table.shape[0]:
-            # One token per sequence: kernels need no cu_seqlens_q.
-            return cast(Tensor, paged_attention(q[:, None], *pages, **options))[:, 0]
-        options |= batch.packed_options()
-        return cast(Tensor, paged_attention(q, *pages, **options))
-
-
-class PackedAttend(NamedTuple):
-    """Whole sequences, packed one after another."""
-
-    cu_seqlens: Tensor
-    max_seqlen: int
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        lengths = (self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen)
-        return cast(Tensor, varlen_attention(q, k, v, *lengths, causal=True, **options))
-
-
-def attend_dense(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Whole sequences of one length: an `Attend` of (batch, seqlen) tokens."""
-    return cast(Tensor, attention(q, k, v, causal=True, **options))
-
-
-class NormLayer(nn.Module):
-    """The norm of a config over the last `size` elements."""
-
-    eps: float
-    offset: float
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(self, config: ModelConfig, size: int, factory: ParameterFactory):
-        super().__init__()
-        self.eps, self.offset = config.norm_eps, config.norm_offset
-        self.weight = factory.empty(size)
-        self.bias = factory.empty(size) if config.norm == "layer" else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.bias is not None:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-        return rms_norm(x, self.weight, self.eps, self.offset)
 
 
 class DecoderAttention(nn.Module):
@@ -450,14 +365,6 @@ def embed(tokens: Tensor, weight: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * torch.tensor(factor, dtype=weight.dtype).item()
 
 
-def add_norm(x: Tensor, y: Tensor | None, norm: NormLayer) -> tuple[Tensor, Tensor]:
-    """(x + y, norm(x + y)); no y at the start of the residual stream."""
-    if y is not None and norm.bias is None:
-        return add_rms_norm(x, y, norm.weight, norm.eps, norm.offset)
-    x = x if y is None else x + y
-    return x, norm(x)
-
-
 def project(
     x: Tensor, y: Tensor | None, norm: NormLayer, linear: Linear, activation: str | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -475,10 +382,6 @@ def project(
 def is_fused(x: Tensor, norm: NormLayer, linear: Linear) -> bool:
     """Whether the norm of x and the product after it may be one launch."""
     return norm.bias is None and find_kernel(x, linear.weight) is not None
-
-
-def optional(norm: NormLayer | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:

@@ -22,8 +22,8 @@ from onchip.core.hub_cache import resolve_folder
 from onchip.core.problem import UnsupportedError
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models import interface, safetensors
+from onchip.models.attend import PagedAttend
 from onchip.models.config import FAMILIES, token_ids
-from onchip.models.decoder import PagedAttend
 from onchip.models.interface import MaskFunction
 from onchip.models.loader import entries_of, read_json
 from onchip.models.probe import AttentionLayout, call, check_config, probe

@@ -5,7 +5,7 @@ import torch
 
 from onchip.kvcache import KVCache, Spec
 from onchip.models import ModelConfig, positions_of, random_model
-from onchip.models.decoder import PagedAttend
+from onchip.models.attend import PagedAttend
 
 CONFIG = {
     "model_type": "mistral",

@@ -9,7 +9,7 @@ from torch import Tensor
 from onchip import quant
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.kvcache.prefill_chunks import PrefillChunk, PrefillChunks
-from onchip.models.decoder import PagedAttend
+from onchip.models.attend import PagedAttend
 from onchip.quant import kv8
 from onchip.quant.recipes import RECIPES
 

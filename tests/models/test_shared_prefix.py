@@ -9,7 +9,7 @@ import torch
 from onchip.core.functional import paged_attention
 from onchip.kvcache import PagedBatch
 from onchip.kvcache.shared_prefixes import SharedShape, SharedSlot, pack_slots
-from onchip.models.decoder import PagedAttend
+from onchip.models.attend import PagedAttend
 from onchip.models.shared_prefix import _attend_level, can_share
 from onchip.quant import kv8
 
@@ -156,7 +156,7 @@ def test_layers_with_a_window_or_alibi_read_all_pages(options, monkeypatch):
     cache, q = Pages(num_pages, torch.float32), torch.randn(sum(counts), HEADS, DIM)
     plain = PagedAttend(batch, cache).read(0, q, **options)
     shared = share(batch, groups, counts, SharedShape(2, 4))
-    monkeypatch.setattr("onchip.models.decoder.attend_shared", None)
+    monkeypatch.setattr("onchip.models.attend.attend_shared", None)
     assert torch.equal(PagedAttend(shared, cache).read(0, q, **options), plain)
 
 
