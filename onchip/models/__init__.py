@@ -3,10 +3,11 @@ other causal language model through transformers.
 """
 
 from . import builtin
-from .config import FAMILIES, ClampedSwiGLU, Experts, Layer, ModelConfig
+from .config import FAMILIES, ModelConfig
 from .decoder import Decoder, positions_of
 from .folders import about, is_native, resolve
 from .foreign import Foreign, ForeignCheckpoint, inspect_foreign, load_foreign
+from .layer_config import ClampedSwiGLU, Experts, Layer
 from .loader import Checkpoint, inspect, load, random_model, save
 from .protocol import Model
 from .rotary import Rotary

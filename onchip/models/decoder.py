@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from onchip.core.values import checks
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models.attend import Attend, PackedAttend, PagedAttend, attend_dense
-from onchip.models.config import Layer, ModelConfig
+from onchip.models.config import ModelConfig
 from onchip.models.experts import SparseMLP
+from onchip.models.layer_config import Layer
 from onchip.models.linear import Linear, ParameterFactory
 from onchip.models.norm import NormLayer, add_norm, optional
 from onchip.models.pointwise import (

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from onchip.core.device import device_info
 from onchip.core.problem import UnsupportedError
-from onchip.models.config import Experts, ModelConfig
+from onchip.models.config import ModelConfig
+from onchip.models.layer_config import Experts
 from onchip.models.linear import Linear, ParameterFactory
 from onchip.models.pointwise import clamped_swiglu, gated_activation
 

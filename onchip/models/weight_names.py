@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from onchip.models import mxfp4_weights
-from onchip.models.config import Experts, ModelConfig
+from onchip.models.config import ModelConfig
+from onchip.models.layer_config import Experts
 
 Shape = tuple[int, ...]
 
