@@ -403,7 +403,9 @@ class KVCache:
             staged.extra[:num_extra] = extra
         if out is None:
             buffer = staged.buffer.to(self.device, non_blocking=True)
-            return batches.split_buffer(buffer, shape)._replace(host_prefixes=prefixes)
+            batch = batches.split_buffer(buffer, shape)
+            is_fresh = not prefixes and not any(members.computed)
+            return batch._replace(host_prefixes=prefixes, is_fresh=is_fresh)
         batches.refill(out, staged, len(members.rows))
         return out
 

@@ -65,7 +65,8 @@ class PagedBatch(NamedTuple):
     query length; extra: numbers of the caller. host_prefixes: of sequences that were offloaded in
     part. Lengths and slots of these count from the first page in the table. shared: the pages that
     groups of sequences read once, if the step has any. prefill: chunks that compute their attention
-    in 8 bits, likewise. tree: the new tokens of some sequences form trees.
+    in 8 bits, likewise. tree: the new tokens of some sequences form trees. is_fresh: no sequence
+    had a token before those of this step.
     """
 
     page_table: Tensor
@@ -79,6 +80,7 @@ class PagedBatch(NamedTuple):
     shared: SharedPrefixes | None = None
     prefill: PrefillChunks | None = None
     tree: TreeRows | None = None
+    is_fresh: bool = False
 
     def grow_trees(self, numbers: Tensor) -> "PagedBatch":
         """The same batch with trees of new tokens; numbers: `pack_trees`, on the device."""

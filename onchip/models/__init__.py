@@ -7,7 +7,7 @@ from .config import FAMILIES, ModelConfig
 from .decoder import Decoder, positions_of
 from .folders import about, is_native, resolve
 from .foreign import Foreign, ForeignCheckpoint, inspect_foreign, load_foreign
-from .layer_config import ClampedSwiGLU, Experts, Layer
+from .layer_config import ClampedSwiGLU, ExpertGroups, Experts, LatentSizes, Layer
 from .loader import Checkpoint, inspect, load, random_model, save
 from .protocol import Model
 from .rotary import Rotary
@@ -18,9 +18,11 @@ __all__ = [
     "Checkpoint",
     "ClampedSwiGLU",
     "Decoder",
+    "ExpertGroups",
     "Experts",
     "Foreign",
     "ForeignCheckpoint",
+    "LatentSizes",
     "Layer",
     "Model",
     "ModelConfig",

@@ -25,14 +25,21 @@ class Attend(Protocol):
 
 
 class PagedAttend(NamedTuple):
-    """Writes keys and values to the pages of the cache, and attends over the pages."""
+    """Writes keys and values to the pages of the cache, and attends over the pages. v is None for
+    latent pages, of which the keys hold the values.
+    """
 
     batch: PagedBatch
     cache: KVCache
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        self.cache.write(layer, k, v, self.batch.slot_mapping)
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, **options: Any
+    ) -> Tensor:
+        self.write(layer, k, v)
         return self.read(layer, q, **options)
+
+    def write(self, layer: int, k: Tensor, v: Tensor | None) -> None:
+        self.cache.write(layer, k, v, self.batch.slot_mapping)
 
     def read(self, layer: int, q: Tensor, **options: Any) -> Tensor:
         """Attention over the pages, which contain the keys and values of the new tokens already."""

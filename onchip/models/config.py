@@ -7,14 +7,20 @@ mathematics.
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from onchip.core.problem import check_head_dims
 from onchip.models.fields import Fields, check_size
-from onchip.models.layer_config import ClampedSwiGLU, Experts, Layer
+from onchip.models.layer_config import (
+    ClampedSwiGLU,
+    ExpertGroups,
+    Experts,
+    LatentSizes,
+    Layer,
+)
 from onchip.models.multimodal import text_fields
-from onchip.models.rotary import Rotary
+from onchip.models.rotary import Rotary, yarn_growth
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Norm = Literal["rms", "layer"]
@@ -57,8 +63,10 @@ class ModelConfig:
     stream. qk_norm: queries and keys of each head are normalised before they are rotated. gated:
     the MLP is down(activation(gate(x)) * up(x)), else down(activation(up(x))). softcap and
     logit_softcap: c * tanh(x / c) of scores and of logits, 0 for none. sinks: the softmax of every
-    head of a layer has one more logit, learned and without a value. tied: the head is the
-    embedding. source: the text of its config.json.
+    head of a layer has one more logit, learned and without a value. latent: multi-head latent
+    attention, whose cache has one head of head_dim=latent.cached. unused_layers: further layers in
+    a file, which draft tokens and are not loaded. tied: the head is the embedding. source: the text
+    of its config.json.
     """
 
     model_type: str
@@ -84,6 +92,8 @@ class ModelConfig:
     softcap: float = 0.0
     logit_softcap: float = 0.0
     sinks: bool = False
+    latent: LatentSizes | None = None
+    unused_layers: int = 0
     embedding_scale: float = 1.0
     learned_positions: bool = False
     tied: bool = False
@@ -92,7 +102,7 @@ class ModelConfig:
     source: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for size in (f.name for f in fields(self) if f.type is int):
+        for size in (f.name for f in fields(self) if f.type is int and f.default is MISSING):
             check_size(size, getattr(self, size))
         if not 1 <= len(self.layers) <= MAX_LAYERS:
             raise ValueError(f"num_layers={len(self.layers)} must be in [1, {MAX_LAYERS}]")
@@ -100,7 +110,7 @@ class ModelConfig:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        check_head_dims(self.head_dim, self.head_dim)  # of keys and values
+        self._check_heads()
         for name, kinds in (("norm", Norm), ("activation", Activation)):
             if getattr(self, name) not in get_args(kinds):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {get_args(kinds)}")
@@ -149,10 +159,28 @@ class ModelConfig:
         """The config of one of world_size ranks: its share of the heads, of the MLP and of every
         expert.
         """
-        names = ("num_heads", "num_kv_heads", "intermediate_size")
+        names = ["num_heads", "num_kv_heads", "intermediate_size"]
+        if self.latent is not None:
+            names.remove("num_kv_heads")  # the latent vector is that of all heads
         shares = {name: _divide(name, getattr(self, name), world_size) for name in names}
         layers = tuple(_shard_experts(layer, world_size) for layer in self.layers)
         return replace(self, **shares, layers=layers)
+
+    def _check_heads(self) -> None:
+        if self.latent is None:
+            check_head_dims(self.head_dim, self.head_dim)  # of keys and values
+            return
+        check_head_dims(self.head_dim, self.latent.kv_rank)
+        if (self.num_kv_heads, self.head_dim) != (1, self.latent.cached):
+            raise ValueError(
+                f"latent attention has one head of {self.latent.cached} numbers in its cache, got"
+                f" num_kv_heads={self.num_kv_heads} of head_dim={self.head_dim}"
+            )
+        if self.softmax_scale is None:
+            raise ValueError("latent attention needs softmax_scale: head_dim is that of its cache")
+        options = ("qk_norm", "qkv_bias", "out_bias", "sinks", "learned_positions")
+        if given := [name for name in options if getattr(self, name)]:
+            raise ValueError(f"latent attention has no {', '.join(given)}")
 
     def _check_layer(self, layer: Layer) -> None:
         if layer.window is not None:
@@ -406,18 +434,102 @@ def _check_mxfp4(f: Fields) -> None:
     stated.reject_unread()
 
 
+def _deepseek_v2(f: Fields) -> dict[str, Any]:
+    """Softmax scores; the router of transformers does not normalise the weights of a token."""
+    f.must_be("scoring_func", "softmax")
+    f.must_be("norm_topk_prob", False)
+    f.must_be("mlp_bias", False)
+    method = f.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ValueError(f"topk_method={method!r} is not one of greedy, group_limited_greedy")
+    counts = f.size("n_group", 1), f.size("topk_group", 1)
+    scale = f.positive("routed_scaling_factor", 1.0)
+    groups = ExpertGroups("softmax", *(counts if method != "greedy" else (1, 1)), scale)
+    return _deepseek(f, groups, is_normalised=False)
+
+
+def _deepseek_v3(f: Fields) -> dict[str, Any]:
+    """Sigmoid scores with a bias for the choice. The layers behind the last one draft tokens."""
+    f.must_be("scoring_func", "sigmoid")
+    f.must_be("topk_method", "noaux_tc")
+    f.require_present("norm_topk_prob")
+    counts = f.size("n_group"), f.size("topk_group")
+    groups = ExpertGroups("sigmoid", *counts, f.positive("routed_scaling_factor"))
+    facts = _deepseek(f, groups, f.flag("norm_topk_prob", True))
+    interleaved = f.flag("rope_interleave", True)
+    return facts | {
+        "latent": replace(facts["latent"], is_interleaved=interleaved),
+        "unused_layers": _unused_layers(f),
+    }
+
+
+def _unused_layers(f: Fields) -> int:
+    """The number of layers that draft tokens, under its two names."""
+    counts = [f.take(name, 0) for name in ("num_nextn_predict_layers", "num_mtp_layers")]
+    if not all(type(count) is int and 0 <= count <= MAX_LAYERS for count in counts):
+        raise ValueError(f"num_nextn_predict_layers={counts[0]!r} must be in [0, {MAX_LAYERS}]")
+    return max(counts)
+
+
+def _deepseek(f: Fields, groups: ExpertGroups, is_normalised: bool) -> dict[str, Any]:
+    """Latent attention in every layer, and experts in all but the first layers."""
+    f.require_present("q_lora_rank")
+    f.must_be("attention_bias", False)
+    f.must_be("moe_layer_freq", 1)
+    for name in ("aux_loss_alpha", "seq_aux", "ep_size"):  # of training
+        f.take(name, None)
+    latent = LatentSizes(
+        f.size("kv_lora_rank"),
+        f.size("q_lora_rank", None),
+        f.size("qk_nope_head_dim"),
+        f.size("qk_rope_head_dim"),
+        f.size("v_head_dim"),
+    )
+    f.must_be("qk_head_dim", latent.head_dim)
+    f.must_be("head_dim", latent.rope_dim)  # transformers 5 writes the rotated columns
+    sizes, rotary = _sizes(f), _rotary(f, latent.rope_dim)
+    if sizes["num_kv_heads"] != sizes["num_heads"]:
+        raise ValueError(
+            f"num_key_value_heads={sizes['num_kv_heads']} must be"
+            f" num_attention_heads={sizes['num_heads']}: latent attention shares no heads"
+        )
+    experts = _experts(f, f.size("moe_intermediate_size"), is_normalised)
+    shared_size = experts.intermediate_size * f.size("n_shared_experts")
+    experts = replace(experts, shared_size=shared_size, has_shared_gate=False, groups=groups)
+    num_dense, count = f.take("first_k_dense_replace"), _num_layers(f)
+    if type(num_dense) is not int or num_dense < 0:
+        raise ValueError(f"first_k_dense_replace={num_dense!r} must be an integer of at least 0")
+    dense = min(num_dense, count)
+    growth = _score_growth(f)
+    return sizes | {
+        "layers": (Layer(None, rotary),) * dense
+        + (Layer(None, rotary, experts),) * (count - dense),
+        "activation": _activation(f.text("hidden_act", "silu")),
+        "latent": latent,
+        "num_kv_heads": 1,
+        "head_dim": latent.cached,
+        "softmax_scale": latent.head_dim**-0.5 * growth * growth,
+    }
+
+
+def _score_growth(f: Fields) -> float:
+    """The factor of q and of k by which yarn sharpens the scores: of mscale_all_dim."""
+    stated = Fields(f.block("rope_scaling") | f.block("rope_parameters"), "rope_parameters")
+    mscale = stated.non_negative("mscale_all_dim", 0.0)
+    return yarn_growth(stated.positive("factor"), mscale) if mscale else 1.0
+
+
 def _experts(
     f: Fields, intermediate_size: int, is_normalised: bool, shared_size: int | None = None
 ) -> Experts:
-    """The number of experts has two names, of which transformers writes either."""
+    """The number of experts has three names, of which transformers writes one."""
     f.take("output_router_logits", None)  # the coefficient and the logits are for a loss
     f.take("router_aux_loss_coef", None)
-    counts = [f.size(name, None) for name in ("num_local_experts", "num_experts")]
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    counts = [f.size(name, None) for name in names]
     stated = {count for count in counts if count is not None}
     if len(stated) != 1:
-        raise ValueError(
-            f"{f.what} must have one of num_local_experts and num_experts, got {counts}"
-        )
+        raise ValueError(f"{f.what} must have one of {', '.join(names)}, got {counts}")
     per_token, noise = f.size("num_experts_per_tok"), f.non_negative("router_jitter_noise", 0.0)
     sizes = stated.pop(), per_token, intermediate_size
     return Experts(*sizes, is_normalised, shared_size, noise)
@@ -557,6 +669,8 @@ FAMILIES: dict[str, Callable[[Fields], dict[str, Any]]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "gpt_oss": _gpt_oss,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,

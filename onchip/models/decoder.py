@@ -15,6 +15,7 @@ from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models.attend import Attend, PackedAttend, PagedAttend, attend_dense
 from onchip.models.config import ModelConfig
 from onchip.models.experts import SparseMLP
+from onchip.models.latent_attention import LatentAttention
 from onchip.models.layer_config import Layer
 from onchip.models.linear import Linear, ParameterFactory
 from onchip.models.norm import NormLayer, add_norm, optional
@@ -150,7 +151,7 @@ class Block(nn.Module):
 
     attention_norm: NormLayer
     mlp_norm: NormLayer
-    attention: DecoderAttention
+    attention: DecoderAttention | LatentAttention
     mlp: MLP | SparseMLP
     attention_post_norm: NormLayer | None
     mlp_post_norm: NormLayer | None
@@ -159,7 +160,7 @@ class Block(nn.Module):
         super().__init__()
         norm = lambda: NormLayer(config, config.hidden_size, factory)
         self.attention_norm, self.mlp_norm = norm(), norm()
-        self.attention = DecoderAttention(config, index, factory)
+        self.attention = _attention(config, index, factory)
         experts = config.layers[index].experts
         self.mlp = MLP(config, factory) if experts is None else SparseMLP(config, experts, factory)
         self.attention_post_norm = norm() if config.post_norms else None
@@ -180,6 +181,14 @@ class Block(nn.Module):
             x, normed = add_norm(x, y, self.mlp_norm)
             y = self.mlp(normed)
         return x, optional(self.mlp_post_norm, y)
+
+
+def _attention(
+    config: ModelConfig, index: int, factory: ParameterFactory
+) -> DecoderAttention | LatentAttention:
+    if config.latent is None:
+        return DecoderAttention(config, index, factory)
+    return LatentAttention(config, index, factory, score_options(config, config.layers[index]))
 
 
 class Decoder(nn.Module):
@@ -241,8 +250,10 @@ class Decoder(nn.Module):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether a CUDA graph can hold a step: no layer reads values on the host."""
-        return all(mlp.is_recordable for mlp in self._sparse())
+        """Whether a CUDA graph can hold a step: no layer reads values on the host. On a GPU the
+        kernel of latent pages does.
+        """
+        return self.config.latent is None and all(mlp.is_recordable for mlp in self._sparse())
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -255,7 +266,8 @@ class Decoder(nn.Module):
         """
         c, w = self.config, self.embed
         sizes = c.num_layers, c.num_kv_heads, c.head_dim
-        spec = Spec(*sizes, page_size=page_size, dtype=w.dtype, device=w.device)
+        latent = 0 if c.latent is None else c.latent.kv_rank
+        spec = Spec(*sizes, page_size=page_size, dtype=w.dtype, device=w.device, latent=latent)
         return spec.stored_as(kv_dtype)
 
     @torch.no_grad()

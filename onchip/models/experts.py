@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from onchip.core.device import device_info
 from onchip.core.problem import UnsupportedError
 from onchip.models.config import ModelConfig
-from onchip.models.layer_config import Experts
+from onchip.models.layer_config import ExpertGroups, Experts
 from onchip.models.linear import Linear, ParameterFactory
 from onchip.models.pointwise import clamped_swiglu, gated_activation
 
@@ -51,17 +51,36 @@ class RowGroups(NamedTuple):
     sizes: list[int] | None
 
 
-def route(logits: Tensor, per_token: int, is_normalised: bool) -> Routing:
-    """The largest of softmax(logits) over all experts, the first of equal ones. is_normalised: they
-    are divided by their sum.
+def route(logits: Tensor, experts: Experts, bias: Tensor | None = None) -> Routing:
+    """The best experts of each token by its scores, the first of equal ones. bias: added to the
+    scores for the choice, in no weight (`Experts.has_choice_bias`).
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
+    scores = wide.sigmoid() if experts.has_choice_bias else wide.softmax(-1)
+    ranked = scores.detach() if bias is None else scores.detach() + bias
+    if experts.groups is not None and experts.groups.per_token < experts.groups.num_groups:
+        ranked = _keep_groups(ranked, experts.groups)
+    chosen = _best(ranked, experts.per_token)[1]
+    weights = scores.gather(-1, chosen)
+    if experts.is_normalised:
+        # Sigmoids may all be 0. To the sum of the largest of a softmax this adds nothing.
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return Routing(chosen, weights if experts.groups is None else weights * experts.groups.scale)
+
+
+def _keep_groups(ranked: Tensor, groups: ExpertGroups) -> Tensor:
+    """-inf for the experts outside of the best groups of each token."""
+    grouped = ranked.unflatten(-1, (groups.num_groups, -1))
+    kept = _best(_best(grouped, groups.num_best)[0].sum(-1), groups.per_token)[1]
+    is_kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, kept, True)
+    return grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(-2)
+
+
+def _best(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest numbers of the last dimension, and where they are."""
     # Of equal numbers topk takes any. In 16 bits there are many.
-    weights, experts = wide.softmax(-1).sort(dim=-1, descending=True, stable=True)
-    weights, experts = weights[:, :per_token], experts[:, :per_token]
-    if is_normalised:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return Routing(experts, weights)
+    values, at = x.sort(dim=-1, descending=True, stable=True)
+    return values[..., :count], at[..., :count]
 
 
 def group_rows(experts: Tensor, num_experts: int, reads_sizes: bool = True) -> RowGroups:
@@ -164,21 +183,22 @@ class ExpertsDown(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """An expert for all tokens, times the sigmoid of a gate: one number a token."""
+    """An expert for all tokens; in some families times the sigmoid of a gate, one a token."""
 
-    gate: Linear
+    gate: Linear | None
     up: Linear
     down: Linear
 
-    def __init__(self, config: ModelConfig, inner: int, factory: ParameterFactory):
+    def __init__(self, config: ModelConfig, inner: int, gated: bool, factory: ParameterFactory):
         super().__init__()
         width, self.activation = config.hidden_size, config.activation
-        self.gate = Linear(width, 1, False, factory)
+        self.gate = Linear(width, 1, False, factory) if gated else None
         self.up = Linear(width, 2 * inner, False, factory)
         self.down = Linear(inner, width, False, factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.gate(x).sigmoid() * self.down(gated_activation(self.up(x), self.activation))
+        out = self.down(gated_activation(self.up(x), self.activation))
+        return out if self.gate is None else self.gate(x).sigmoid() * out
 
 
 class SparseMLP(nn.Module):
@@ -186,16 +206,21 @@ class SparseMLP(nn.Module):
 
     shared: SharedExpert | None
     router: Linear
+    choice_bias: nn.Parameter | None
     up: ExpertsUp
     down: ExpertsDown
 
     def __init__(self, config: ModelConfig, experts: Experts, factory: ParameterFactory):
         super().__init__()
-        width = config.hidden_size
+        width, count = config.hidden_size, experts.num_experts
         self.experts, self.activation = experts, config.activation
-        shared_size = experts.shared_size
-        self.shared = None if shared_size is None else SharedExpert(config, shared_size, factory)
-        self.router = Linear(width, experts.num_experts, experts.has_bias, factory)
+        shared = experts.shared_size, experts.has_shared_gate
+        self.shared = None if shared[0] is None else SharedExpert(config, *shared, factory)
+        routing = factory if experts.groups is None else factory.wide()
+        self.router = Linear(width, count, experts.has_bias, routing)
+        self.choice_bias = routing.empty(count) if experts.has_choice_bias else None
+        if self.choice_bias is not None:  # it decides, and weighs nothing: no gradient reaches it
+            self.choice_bias.requires_grad = False
         self.up = ExpertsUp(width, experts, factory)
         self.down = ExpertsDown(width, experts, factory)
 
@@ -219,13 +244,21 @@ class SparseMLP(nn.Module):
                 f"router_jitter_noise={experts.router_jitter_noise} changes training, and is not"
                 " served: compute without gradients, or set it to 0"
             )
-        routing = route(self.router(tokens), experts.per_token, experts.is_normalised)
+        routing = route(self._logits(tokens), experts, self.choice_bias)
         reads_sizes = torch.is_grad_enabled() or not self.is_recordable
         groups = group_rows(routing.experts, experts.num_experts, reads_sizes)
         inner = self.up(take_rows(tokens, groups, experts.per_token), groups)
         shared = None if self.shared is None else self.shared(tokens)
         out = self.down(self._activate(inner), groups, routing, shared)
         return out.unflatten(0, x.shape[:-1])
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        """Of all experts. DeepSeek's router computes them in fp32."""
+        if self.experts.groups is None:
+            return self.router(tokens)
+        weight = self.router.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        return F.linear(tokens.to(wide), weight.to(wide))
 
     def _activate(self, x: Tensor) -> Tensor:
         swiglu = self.experts.swiglu

@@ -1,6 +1,6 @@
 """The parameters of a decoder, not initialised, and its matrix products."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ class ParameterFactory:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
+
+    def wide(self) -> "ParameterFactory":
+        """For parameters in at least fp32."""
+        return replace(self, dtype=torch.promote_types(self.dtype, torch.float32))
 
     def empty(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype))

@@ -70,6 +70,8 @@ def inspect(folder: str | Path, ignore: Collection[str] = ()) -> Checkpoint:
     stacked = any(name.endswith(STACKED_UP) for name in entries)
     is_mxfp4 = any(name.endswith(mxfp4_weights.SUFFIXES) for name in entries)
     wanted = tuple(targets(config, prefixed, stacked, is_mxfp4))
+    prefix = (names.prefix if prefixed else "") + names.layer
+    entries = _without_unused(entries, config, prefix)
     _check_entries(entries, expected(wanted), names.head if config.tied else None)
     return Checkpoint(folder, config, entries, wanted)
 
@@ -133,6 +135,15 @@ def save(decoder: Decoder, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(source, indent=2))
     safetensors.write(folder / _SINGLE, _checkpoint_tensors(decoder))
+
+
+def _without_unused(
+    entries: dict[str, TensorEntry], config: ModelConfig, layer: str
+) -> dict[str, TensorEntry]:
+    """All tensors but those of the layers that are not loaded. layer: the names of one."""
+    first = config.num_layers
+    prefixes = tuple(layer.format(first + i) for i in range(config.unused_layers))
+    return {name: entry for name, entry in entries.items() if not name.startswith(prefixes)}
 
 
 def read_json(file: Path) -> Any:
@@ -244,7 +255,8 @@ def _fill_one(
 ) -> None:
     at = 0
     for piece in target.pieces:
-        share = shard.of(_read_piece(piece, target, read, parameter.device), target.cut)
+        cut = None if piece.is_whole else target.cut
+        share = shard.of(_read_piece(piece, target, read, parameter.device), cut)
         parameter[at : at + len(share)].copy_(share)
         at += len(share)
 

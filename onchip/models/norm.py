@@ -9,16 +9,19 @@ from onchip.models.pointwise import add_rms_norm, rms_norm
 
 
 class NormLayer(nn.Module):
-    """The norm of a config over the last `size` elements."""
+    """The norm of a config over the last `size` elements; eps: another one than its norm_eps."""
 
     eps: float
     offset: float
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, config: ModelConfig, size: int, factory: ParameterFactory):
+    def __init__(
+        self, config: ModelConfig, size: int, factory: ParameterFactory, eps: float | None = None
+    ):
         super().__init__()
-        self.eps, self.offset = config.norm_eps, config.norm_offset
+        self.eps = config.norm_eps if eps is None else eps
+        self.offset = config.norm_offset
         self.weight = factory.empty(size)
         self.bias = factory.empty(size) if config.norm == "layer" else None
 

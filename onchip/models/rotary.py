@@ -91,10 +91,15 @@ def _read_yarn(f: Fields, max_seqlen: int) -> dict[str, Any]:
 
 def _yarn_amplitude(f: Fields, factor: float) -> float:
     """0.1 ln(factor) + 1, unless stated; with mscale and mscale_all_dim the ratio of two."""
-    grown = lambda mscale: 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
     over, under = f.positive("mscale", None), f.positive("mscale_all_dim", None)
-    implied = grown(over) / grown(under) if over and under else grown(1.0)
-    return f.positive("attention_factor", implied)
+    is_ratio = over and under
+    implied = yarn_growth(factor, over) / yarn_growth(factor, under) if is_ratio else None
+    return f.positive("attention_factor", implied or yarn_growth(factor))
+
+
+def yarn_growth(factor: float, mscale: float = 1.0) -> float:
+    """0.1 mscale ln(factor) + 1 for a context that is `factor` times as long; 1 if no longer."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 _PARSERS: dict[str, Callable[[Fields, int], dict[str, Any]]] = {
@@ -155,3 +160,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1).to(x.dtype)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Like `rotate`, of the pairs (2i, 2i + 1) of x; first of pairs first in the result. Scores are
+    the same in any order that q and k share.
+    """
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onchip.models import mxfp4_weights
 from onchip.models.config import ModelConfig
-from onchip.models.layer_config import Experts
+from onchip.models.layer_config import Experts, LatentSizes
 
 Shape = tuple[int, ...]
 
@@ -40,7 +40,8 @@ class Shard:
 
 class WeightSlice(NamedTuple):
     """`rows` rows of a checkpoint tensor (columns, if it is stored transposed), every step-th from
-    start on: the next rows of a parameter. matrix: which one of a stacked tensor.
+    start on: the next rows of a parameter. matrix: which one of a stacked tensor. is_whole: every
+    rank of tensor parallelism has all of it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class WeightSlice(NamedTuple):
     rows: int
     matrix: int = 0
     step: int = 1
+    is_whole: bool = False
 
 
 class Target(NamedTuple):
@@ -69,8 +71,9 @@ class Target(NamedTuple):
     def sources(self) -> dict[str, Shape]:
         """The checkpoint tensors of this parameter, and their shapes."""
         ends: dict[str, int] = {}
-        for name, start, rows, _, step in self.pieces:
-            ends[name] = max(ends.get(name, 0), start + (rows - 1) * step + 1)
+        for piece in self.pieces:
+            end = piece.start + (piece.rows - 1) * piece.step + 1
+            ends[piece.name] = max(ends.get(piece.name, 0), end)
         shapes = {name: (rows, *self.shape[1:]) for name, rows in ends.items()}
         if self.transposed:
             shapes = {name: shape[::-1] for name, shape in shapes.items()}
@@ -91,8 +94,9 @@ class Target(NamedTuple):
 class WeightNames(NamedTuple):
     """The names of one family. qkv and up have one name per projection, or one for all of them.
     expert_up and expert_down: of the expert with a number; shared_up, shared_down and shared_gate:
-    of the one for all tokens. interleaved: expert_up and expert_down are of all experts of a layer,
-    transposed matrices, and gate and up are the even and the odd columns of expert_up.
+    of the one for all tokens. choice_bias: of the router. interleaved: expert_up and expert_down
+    are of all experts of a layer, transposed matrices, and gate and up are the even and the odd
+    columns of expert_up.
     """
 
     prefix: str
@@ -116,6 +120,7 @@ class WeightNames(NamedTuple):
     shared_up: tuple[str, ...] = ()
     shared_down: str = ""
     shared_gate: str = ""
+    choice_bias: str = ""
     interleaved: bool = False
     sinks: str = ""
 
@@ -154,6 +159,11 @@ STACKED_ROUTER, STACKED_UP, STACKED_DOWN = (
     "mlp.experts.gate_up_proj",
     "mlp.experts.down_proj",
 )
+_DEEPSEEK = _QWEN_MOE._replace(
+    shared_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    shared_down="mlp.shared_experts.down_proj",
+    choice_bias="mlp.gate.e_score_correction_bias",
+)
 _GPT_OSS = _LLAMA._replace(
     router="mlp.router",
     expert_up=(STACKED_UP,),
@@ -184,6 +194,8 @@ NAMES = {
     "qwen2_moe": _QWEN_MOE,
     "qwen3_moe": _QWEN_MOE,
     "gpt_oss": _GPT_OSS,
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
     "gemma": _LLAMA,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2,
@@ -214,8 +226,10 @@ def targets(
             yield from _fused(names, _mlp(config, names), ours, theirs)
             continue
         if layer.experts.shared_size is not None:
-            shared = _shared_expert(width, layer.experts.shared_size, names)
-            yield from _fused(names, shared, ours, theirs)
+            yield from _fused(names, _shared_expert(width, layer.experts, names), ours, theirs)
+        if layer.experts.has_choice_bias:
+            source, count = theirs + names.choice_bias, layer.experts.num_experts
+            yield _whole(f"{ours}mlp.choice_bias", source, (count,))
         if names.interleaved:
             yield from _interleaved_experts(width, layer.experts, names, (ours, theirs), is_mxfp4)
         elif stacked:
@@ -247,7 +261,33 @@ def _layer(config: ModelConfig, names: WeightNames, ours: str, theirs: str) -> I
     if config.sinks:
         sinks = _whole(f"{ours}attention.sinks", theirs + names.sinks, (config.num_heads,))
         yield sinks._replace(cut=0)
-    yield from _fused(names, _attention(config, names), ours, theirs)
+    if config.latent is None:
+        yield from _fused(names, _attention(config, names), ours, theirs)
+    else:
+        yield from _latent_attention(config, config.latent, ours, f"{theirs}self_attn.")
+
+
+def _latent_attention(
+    config: ModelConfig, sizes: LatentSizes, ours: str, theirs: str
+) -> Iterator[Target]:
+    """Ranks of tensor parallelism share the vectors, and have the projections of their heads."""
+    width, heads, rank = config.hidden_size, config.num_heads, sizes.q_rank
+    q_rows = heads * sizes.head_dim
+    q = WeightSlice(f"{theirs}q_proj.weight", 0, q_rows)
+    if rank is not None:
+        q = WeightSlice(f"{theirs}q_a_proj.weight", 0, rank, is_whole=True)
+    kv = WeightSlice(f"{theirs}kv_a_proj_with_mqa.weight", 0, sizes.cached, is_whole=True)
+    ours = f"{ours}attention."
+    yield Target(f"{ours}qkv.weight", (q.rows + kv.rows, width), (q, kv), cut=0)
+    if rank is not None:
+        yield from _norm(config, f"{ours}q_norm", f"{theirs}q_a_layernorm", rank)
+        q_up = _whole(f"{ours}q_up.weight", f"{theirs}q_b_proj.weight", (q_rows, rank))
+        yield q_up._replace(cut=0)
+    yield from _norm(config, f"{ours}kv_norm", f"{theirs}kv_a_layernorm", sizes.kv_rank)
+    shape = heads * (sizes.plain_dim + sizes.value_dim), sizes.kv_rank
+    yield _whole(f"{ours}kv_up.weight", f"{theirs}kv_b_proj.weight", shape)._replace(cut=0)
+    shape = width, heads * sizes.value_dim
+    yield _whole(f"{ours}out.weight", f"{theirs}o_proj.weight", shape)._replace(cut=1)
 
 
 class _Projection(NamedTuple):
@@ -277,8 +317,10 @@ def _mlp(config: ModelConfig, names: WeightNames) -> Iterator[_Projection]:
     yield _Projection("mlp.down", (names.down,), (width,), inner, bias, 1)
 
 
-def _shared_expert(width: int, inner: int, names: WeightNames) -> Iterator[_Projection]:
-    yield _Projection("mlp.shared.gate", (names.shared_gate,), (1,), width, False, None)
+def _shared_expert(width: int, experts: Experts, names: WeightNames) -> Iterator[_Projection]:
+    inner = experts.shared_size or 0
+    if experts.has_shared_gate:
+        yield _Projection("mlp.shared.gate", (names.shared_gate,), (1,), width, False, None)
     yield _Projection("mlp.shared.up", names.shared_up, (inner, inner), width, False, 0)
     yield _Projection("mlp.shared.down", (names.shared_down,), (width,), inner, False, 1)
 

@@ -30,6 +30,31 @@ _EXACT_YARN = {
     "truncate": False,
 }
 _SLIDING = {"sliding_window": 7}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "rms_norm_eps": 1e-6,
+}
+_DEEP_YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.7,
+}
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True, "rope_theta": 500.0},
     "llama-linear": {"rope_scaling": {"type": "linear", "factor": 3.0}},
@@ -63,6 +88,17 @@ FAMILIES = {
         "rope_theta": 1.5e5,
         "rope_scaling": _EXACT_YARN,
         "swiglu_limit": 1.5,
+    },
+    "deepseek_v2": {**_LATENT, "rope_scaling": _DEEP_YARN},
+    "deepseek_v3": {
+        **_LATENT,
+        "q_lora_rank": 28,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_scaling": {**_DEEP_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "num_nextn_predict_layers": 0,
     },
     "gemma": {"head_dim": 20, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 1},
     "gemma2": {

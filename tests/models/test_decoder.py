@@ -147,7 +147,10 @@ def test_every_parameter_gets_a_gradient(data):
     text = tokens(2, 19)
     decoder.logits(decoder.full(text)).logsumexp(-1).sum().backward()
     for name, parameter in decoder.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+        if parameter.requires_grad:
+            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+        else:
+            assert name.endswith("mlp.choice_bias")
 
 
 def test_the_gradient_is_the_derivative(llama):
@@ -226,7 +229,8 @@ def test_a_larger_static_batch_changes_nothing(data):
     sequences = [cache.open(), cache.open()]
     cache.append_all(sequences, [tokens(9).tolist(), tokens(17).tolist()])
     roomy = cache.view(sequences, cache.static_batch(BatchShape(4, 26, 6, 17)))
-    new, exact = torch.cat([tokens(9), tokens(17)]), cache.view(sequences)
+    # Of latent attention, new sequences alone are computed in another way than a static batch.
+    new, exact = torch.cat([tokens(9), tokens(17)]), cache.view(sequences)._replace(is_fresh=False)
     assert positions_of(roomy).tolist() == positions_of(exact).tolist() == [*range(9), *range(17)]
     a, b = (decoder(new, positions_of(batch), batch, cache) for batch in (roomy, exact))
     torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
@@ -251,7 +255,9 @@ def test_errors_in_16_bits_are_like_those_of_transformers(data, dtype, tmp_path)
     last that is chosen and the next one, a rounding decides, and the error is that of the choice.
     """
     if "num_experts_per_tok" in data:
-        data |= {"num_experts_per_tok": data.get("num_experts") or data["num_local_experts"]}
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        data |= {"num_experts_per_tok": next(data[name] for name in names if name in data)}
+        data |= {"topk_group": data["n_group"]} if "n_group" in data else {}
     decoder = random_model(ModelConfig.from_hf(data), seed=7)
     other = twin(decoder, tmp_path)
     text = tokens(4, 33)

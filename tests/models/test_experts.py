@@ -46,8 +46,18 @@ CASES = [
     ("gpt_oss", {"layer_types": ["sliding_attention"] * 3, "num_experts_per_tok": 5}),
     ("gpt_oss", {"num_experts_per_tok": 1, "swiglu_alpha": 0.5, "head_dim": 8}),
     ("gpt_oss", {"num_key_value_heads": 1, "tie_word_embeddings": True, "sliding_window": 3}),
+    ("deepseek_v2", {}),
+    ("deepseek_v2", {"q_lora_rank": 28, "rope_scaling": None, "first_k_dense_replace": 0}),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+    ("deepseek_v2", {"n_routed_experts": 64, "routed_scaling_factor": 16.0, "kv_lora_rank": 6}),
+    ("deepseek_v2", {"first_k_dense_replace": 9, "v_head_dim": 30, "qk_rope_head_dim": 2}),
+    ("deepseek_v3", {}),
+    ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False, "topk_group": 4}),
+    ("deepseek_v3", {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    ("deepseek_v3", {"n_routed_experts": 64, "num_experts_per_tok": 1, "topk_group": 1}),
+    ("deepseek_v3", {"num_attention_heads": 6, "num_key_value_heads": 6, "v_head_dim": 4}),
 ]
-FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
+FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
 
 
 def made(family, seed=0, dtype=torch.float32, **change):
@@ -86,7 +96,7 @@ def test_an_engine_gives_the_greedy_tokens_of_transformers(case, twin, tmp_path)
     assert [list(output.outputs[0].token_ids) for output in outputs] == theirs
 
 
-@pytest.mark.parametrize("case", [0, 3, 5, 6, 7, 10, 16, 17, 18])
+@pytest.mark.parametrize("case", [0, 3, 5, 6, 7, 10, 16, 17, 18, 22, 24, 26, 27, 29])
 def test_gradients_are_those_of_transformers(case, twin):
     family, change = CASES[case]
     decoder = made(family, seed=case, **change)
@@ -94,21 +104,23 @@ def test_gradients_are_those_of_transformers(case, twin):
     decoder.logits(decoder.full(text)).logsumexp(-1).sum().backward()
     other(text).logits.logsumexp(-1).sum().backward()
     theirs = {name: weight.grad for name, weight in other.named_parameters()}
+    theirs |= {name: torch.zeros_like(buffer) for name, buffer in other.named_buffers()}
     filled = made(family, **change)
     loader._fill(filled, targets(decoder.config, stacked=True), theirs.__getitem__, Shard())
     for (name, ours), expected in zip(decoder.named_parameters(), filled.parameters(), strict=True):
         bound = 1e-5 * expected.abs().max().item()
-        torch.testing.assert_close(ours.grad, expected, rtol=0, atol=bound, msg=name)
+        grad = torch.zeros_like(ours) if ours.grad is None else ours.grad
+        torch.testing.assert_close(grad, expected, rtol=0, atol=bound, msg=name)
 
 
 def test_the_router_takes_the_first_of_equal_experts():
     logits = torch.zeros(3, 40, dtype=torch.bfloat16)
     logits[:, 7] = 1
-    routing = experts.route(logits, 4, is_normalised=False)
+    routing = experts.route(logits, Experts(40, 4, 1, is_normalised=False))
     assert routing.experts.tolist() == [[7, 0, 1, 2]] * 3
     exact = logits.double().softmax(-1)[:, [7, 0, 1, 2]]
     torch.testing.assert_close(routing.weights.double(), exact, rtol=1e-6, atol=0)
-    normalised = experts.route(logits, 4, is_normalised=True).weights
+    normalised = experts.route(logits, Experts(40, 4, 1)).weights
     torch.testing.assert_close(normalised.double(), exact / exact.sum(-1, keepdim=True))
 
 
@@ -116,9 +128,32 @@ def test_the_router_takes_the_first_of_equal_experts():
 def test_the_router_is_that_of_transformers(dtype):
     """Without equal numbers, topk has one answer."""
     logits = torch.stack([torch.randperm(128) for _ in range(63)]).div(16).to(dtype)
-    routing = experts.route(logits, 8, is_normalised=False)
+    routing = experts.route(logits, Experts(128, 8, 1, is_normalised=False))
     weights, chosen = torch.topk(logits.float().softmax(-1), 8)
     assert torch.equal(routing.weights, weights) and torch.equal(routing.experts, chosen)
+
+
+def sparse_layer(decoder):
+    """The first layer with experts."""
+    return next(decoder._sparse())
+
+
+def choose(layer, logits):
+    """Weights and numbers of the experts of a token, by the definitions."""
+    e = layer.experts
+    if e.groups is None:
+        weights, chosen = logits.softmax(-1).topk(e.per_token)
+    else:
+        scores = logits.sigmoid() if e.has_choice_bias else logits.softmax(-1)
+        ranked = scores + (layer.choice_bias if e.has_choice_bias else 0)
+        groups = ranked.view(e.groups.num_groups, -1)
+        value = groups.sort(descending=True).values[:, : 2 if e.has_choice_bias else 1].sum(-1)
+        best, size = value.argsort(descending=True)[: e.groups.per_token], groups.shape[1]
+        candidates = [i for i in range(e.num_experts) if i // size in best.tolist()]
+        chosen = torch.tensor(sorted(candidates, key=lambda i: -ranked[i].item())[: e.per_token])
+        weights = scores[chosen]
+    weights = weights / weights.sum() if e.is_normalised else weights
+    return weights * (1 if e.groups is None else e.groups.scale), chosen
 
 
 def plain(layer, x):
@@ -130,15 +165,14 @@ def plain(layer, x):
     )
     for t, token in enumerate(x):
         logits = layer.router.weight @ token + bias_of(layer.router, 1)[0]
-        weights, chosen = logits.softmax(-1).topk(e.per_token)
-        weights = weights / weights.sum() if e.is_normalised else weights
-        for weight, i in zip(weights, chosen, strict=True):
+        for weight, i in zip(*choose(layer, logits), strict=True):
             inner = activate(*(up[0][i] @ token + up[1][i]).chunk(2), e.swiglu)
             out[t] += weight * (down[0][i] @ inner + down[1][i])
         if layer.shared is not None:
             gate, wide = (layer.shared.up.weight @ token).chunk(2)
             one = layer.shared.down.weight @ (F.silu(gate) * wide)
-            out[t] += (layer.shared.gate.weight @ token).sigmoid() * one
+            gate = layer.shared.gate
+            out[t] += one if gate is None else (gate.weight @ token).sigmoid() * one
     return out
 
 
@@ -157,7 +191,7 @@ def activate(gate, up, swiglu):
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_a_layer_is_the_weighted_sum_of_its_experts(family, count):
-    layer = made(family, dtype=torch.float64).layers[0].mlp
+    layer = sparse_layer(made(family, dtype=torch.float64))
     x = torch.randn(count, 48, dtype=torch.float64)
     torch.testing.assert_close(layer(x), plain(layer, x), rtol=0, atol=1e-12)
 
@@ -262,7 +296,8 @@ def test_experts_in_two_tensors_are_loaded(family, twin, tmp_path):
     decoder = made(family, seed=4)
     twin(decoder).save_pretrained(tmp_path / "stacked", save_original_format=False)
     names = safetensors.header(tmp_path / "stacked" / "model.safetensors")
-    assert names["model.layers.0.mlp.experts.gate_up_proj"].shape[0] > 4
+    stacked = [name for name in names if name.endswith("mlp.experts.gate_up_proj")]
+    assert stacked and all(names[name].shape[0] > 4 for name in stacked)
     for folder in (tmp_path, tmp_path / "stacked"):
         loaded = models.load(folder)
         pairs = zip(loaded.parameters(), decoder.parameters(), strict=True)
@@ -303,7 +338,7 @@ def test_a_shard_has_a_part_of_every_expert(family, stacked, twin, tmp_path):
     folder = tmp_path / "folder"
     twin(whole).save_pretrained(folder, save_original_format=not stacked)
     parts = [models.load(folder, rank=rank, world_size=2) for rank in (0, 1)]
-    layer, shares = whole.layers[0].mlp, [part.layers[0].mlp for part in parts]
+    layer, *shares = (sparse_layer(decoder) for decoder in (whole, *parts))
     count, inner = layer.experts.num_experts, layer.experts.intermediate_size
     up = [share.up.weight.view(count, 2, inner // 2, 48) for share in shares]
     assert torch.equal(torch.cat(up, 2), layer.up.weight.view(count, 2, inner, 48))
@@ -322,7 +357,8 @@ def test_a_shard_has_a_part_of_every_expert(family, stacked, twin, tmp_path):
         assert torch.equal(torch.cat(up, 1).flatten(0, 1), layer.shared.up.weight)
         down = [share.down.weight for share in shared]
         assert torch.equal(torch.cat(down, 1), layer.shared.down.weight)
-        assert all(torch.equal(share.gate.weight, layer.shared.gate.weight) for share in shared)
+        if layer.experts.has_shared_gate:
+            assert all(torch.equal(share.gate.weight, layer.shared.gate.weight) for share in shared)
 
 
 def test_experts_that_do_not_divide_are_refused():
@@ -345,8 +381,8 @@ def test_noise_of_training_is_refused_with_gradients_alone():
     ("family", "change", "sentence"),
     [
         ("mixtral", {"num_experts_per_tok": 6}, "a token cannot have 6 of num_experts=5"),
-        ("mixtral", {"num_local_experts": None}, "one of num_local_experts and num_experts"),
-        ("mixtral", {"num_experts": 6}, r"one of num_local_experts and num_experts, got \[5, 6\]"),
+        ("mixtral", {"num_local_experts": None}, "one of num_local_experts, num_experts, n_routed"),
+        ("mixtral", {"num_experts": 6}, r"n_routed_experts, got \[5, 6, None\]"),
         ("mixtral", {"num_local_experts": 10**9}, "3000000000 experts of all layers exceed 65536"),
         ("mixtral", {"num_experts_per_tok": None}, "has no num_experts_per_tok"),
         ("mixtral", {"router_jitter_noise": -1}, "must be a number of at least 0"),

@@ -68,7 +68,10 @@ def test_a_saved_model_is_loaded(data, tmp_path):
     assert same(decoder, loaded) and loaded.config == decoder.config
     assert sum(p.numel() for p in loaded.parameters()) == num_parameters(decoder.config)
     again = models.load(tmp_path, dtype=torch.bfloat16)
-    assert same(decoder.to(torch.bfloat16), again)
+    # A router in fp32 remains so; `to` rounds it.
+    wide = {name for name, p in again.named_parameters() if p.dtype != torch.bfloat16}
+    assert all(name.endswith(("mlp.router.weight", "mlp.choice_bias")) for name in wide)
+    assert same(decoder.to(torch.bfloat16), again.to(torch.bfloat16))
 
 
 def test_a_model_saved_by_transformers_is_loaded(data, tmp_path):

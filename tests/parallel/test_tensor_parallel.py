@@ -40,6 +40,13 @@ QWEN2_MOE |= {"norm_topk_prob": False, "mlp_only_layers": [0]}
 GPT_OSS = {k: v for k, v in LLAMA.items() if k != "mlp_bias"}
 GPT_OSS |= {"model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 2}
 GPT_OSS |= {"head_dim": 12, "sliding_window": 7, "rope_scaling": {"type": "linear", "factor": 2.0}}
+DEEPSEEK_V2 = {k: v for k, v in LLAMA.items() if not k.endswith("bias")}
+DEEPSEEK_V2 |= {"model_type": "deepseek_v2", "num_key_value_heads": 4, "q_lora_rank": None}
+DEEPSEEK_V2 |= {"kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8}
+DEEPSEEK_V2 |= {"v_head_dim": 14, "first_k_dense_replace": 1, "n_shared_experts": 2}
+DEEPSEEK_V2 |= {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DEEPSEEK_V3 = DEEPSEEK_V2 | {"model_type": "deepseek_v3", "q_lora_rank": 28, "n_group": 3}
+DEEPSEEK_V3 |= {"topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
 GPT2 = {"model_type": "gpt2", "vocab_size": 131, "n_embd": 48, "n_layer": 2, "n_head": 4}
 GPT2 |= {"n_positions": 64}
 
@@ -62,6 +69,7 @@ def test_two_ranks_equal_one(tmp_path):
     """gloo, fp64, biases that must be added once, over whole sequences and over pages."""
     families = {"llama": LLAMA, "qwen3": QWEN3, "mixtral": MIXTRAL, "gpt2": GPT2}
     families |= {"qwen2_moe": QWEN2_MOE, "gpt_oss": GPT_OSS}
+    families |= {"deepseek_v2": DEEPSEEK_V2, "deepseek_v3": DEEPSEEK_V3}
     for name, data in families.items():
         config = ModelConfig.from_hf(data)
         models.save(random_model(config, seed=1, dtype=torch.float64), tmp_path / name)
