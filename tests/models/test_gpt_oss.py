@@ -277,7 +277,7 @@ def test_damaged_files_in_mxfp4_are_named(published):
         ({"rope_scaling": None}, "has neither rope_scaling nor rope_parameters"),
         ({"sliding_window": None}, "sliding_window is null"),
         ({"layer_types": ["full_attention"]}, "layer_types must be 3 of"),
-        ({"num_experts": 6}, r"one of num_local_experts and num_experts, got \[5, 6\]"),
+        ({"num_experts": 6}, r"n_routed_experts, got \[5, 6, None\]"),
         ({"qkv_bias": True}, "qkv_bias=True"),
     ],
 )
