@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core import dispatch
+from onchip.core.device import device_info
 from onchip.engine.cascade import BatchRows, CascadePlanner, CascadeStep
+from onchip.engine.layer_call import layer_call
 from onchip.kvcache import BatchShape, KVCache, PagedBatch
 from onchip.kvcache.draft_trees import count_tree_numbers, pack_trees
 from onchip.kvcache.shared_prefixes import SharedShape
@@ -302,11 +305,13 @@ def _join(size: int, parts: dict[int, Tensor]) -> Tensor:
 
 def can_record(model: Model, cache: KVCache) -> bool:
     """Whether steps can be recorded in graphs. Modules of transformers may branch on values of
-    tensors, which a graph cannot record, and most forms of experts read values on the host.
+    tensors, which a graph cannot record, most forms of experts read values on the host, and so
+    does `tiled`, which serves what no kernel of a GPU does.
     """
-    if not isinstance(model, Decoder) or cache.device.type != "cuda":
+    if not isinstance(model, Decoder) or cache.device.type != "cuda" or not model.is_recordable:
         return False
-    return model.is_recordable
+    chosen = dispatch.plan(layer_call(model, cache, 1), device_info(cache.device))
+    return chosen.kernel != "tiled"
 
 
 def fill_in_sampled(ids: Tensor, last: Tensor) -> Tensor:

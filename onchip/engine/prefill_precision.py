@@ -12,12 +12,11 @@ Quantising all keys so far also pays only for many queries.
 
 from collections.abc import Sequence
 
-import torch
-
 from onchip.core import dispatch
 from onchip.core.device import DeviceInfo, device_info
 from onchip.core.problem import Problem, UnsupportedError
 from onchip.engine.cuda_graphs import MOST_GRAPH_TOKENS
+from onchip.engine.layer_call import layer_call
 from onchip.engine.step import Chunk
 from onchip.kvcache import KVCache
 from onchip.kvcache.prefill_chunks import PrefillChunk
@@ -65,7 +64,8 @@ def make_prefill_planner(model: Model, cache: KVCache, mode: str | None) -> Pref
     if mode is None:
         return None
     try:
-        problem = _layer_call(_check_model(model), cache, mode)
+        problem = layer_call(_check_model(model), cache, MOST_GRAPH_TOKENS + 1)
+        problem = problem._replace(precision=mode)
         return PrefillPlanner(problem, device_info(cache.device))
     except UnsupportedError as refusal:
         if mode == "auto":
@@ -79,28 +79,3 @@ def _check_model(model: Model) -> Decoder:
     if None not in model.windows:
         raise UnsupportedError("every layer of the model has a window, which takes 16 bits")
     return model
-
-
-def _layer_call(model: Decoder, cache: KVCache, precision: str) -> Problem:
-    """The call of one chunk in a layer without a window."""
-    config, spec = model.config, cache.spec
-    scale = config.softmax_scale
-    return Problem(
-        batch=1,
-        seqlen_q=MOST_GRAPH_TOKENS + 1,
-        seqlen_k=cache.max_seqlen,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        head_dim_v=spec.head_dim_v,
-        dtype=model.dtype,
-        out_dtype=model.dtype,
-        softmax_scale=config.head_dim**-0.5 if scale is None else scale,
-        causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        softcap=config.softcap,
-        has_sinks=config.sinks,
-        precision=precision,
-        page_size=spec.page_size,
-        page_dtype=spec.kv_dtype,
-    )

@@ -250,10 +250,8 @@ class Decoder(nn.Module):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether a CUDA graph can hold a step: no layer reads values on the host. On a GPU the
-        kernel of latent pages does.
-        """
-        return self.config.latent is None and all(mlp.is_recordable for mlp in self._sparse())
+        """Whether a CUDA graph can hold a step: no layer reads values on the host."""
+        return all(mlp.is_recordable for mlp in self._sparse())
 
     @property
     def windows(self) -> tuple[int | None, ...]:

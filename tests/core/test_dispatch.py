@@ -194,7 +194,9 @@ def test_wide_heads_go_to_triton(device, dims, fields, seqlen_q, backward):
         ((64, 512), torch.float32, "256 columns of float32"),
     ],
 )
-@pytest.mark.parametrize("fields", WIDE_CALLS, ids=str)
+@pytest.mark.parametrize(
+    "fields", [call for call in WIDE_CALLS if "page_size" not in call], ids=str
+)
 @pytest.mark.parametrize("backward", [False, True])
 def test_heads_wider_than_tiles_of_gpus_go_to_tiled(device, dims, dtype, limit, fields, backward):
     call = problem(512, 4096, **fields)._replace(head_dim=dims[0], head_dim_v=dims[1])
@@ -204,6 +206,17 @@ def test_heads_wider_than_tiles_of_gpus_go_to_tiled(device, dims, dtype, limit, 
     assert f"up to {limit}, not for head dims {dims[0]} and" in chosen.reasons["triton"]
     with pytest.raises(onchip.UnsupportedError, match=f"up to {limit}.*kernel=None picks one"):
         plan(call, device, "triton", backward)
+
+
+@pytest.mark.parametrize("device", [H200, A100, MI300X], ids=lambda device: device.name)
+@pytest.mark.parametrize("seqlen_q", [1, 512])
+@pytest.mark.parametrize(
+    ("change", "kernel"),
+    [({}, "triton"), ({"dtype": torch.float32}, "tiled"), ({"page_dtype": torch.int8}, "tiled")],
+)
+def test_latent_pages_of_16_bits_go_to_triton(device, seqlen_q, change, kernel):
+    call = problem(seqlen_q, 4096, page_size=16)._replace(head_dim=576, head_dim_v=512, **change)
+    assert plan(call, device, None).kernel == kernel
 
 
 @pytest.mark.parametrize("device", [H200, A100, MI300X], ids=lambda device: device.name)

@@ -6,13 +6,14 @@ import torch
 from onchip.core.device import DeviceInfo
 from onchip.core.problem import UnsupportedError
 from onchip.engine import LLM, Engine, ExecutionConfig, Limits, prefill_precision
+from onchip.engine.layer_call import layer_call
 from onchip.engine.prefill_precision import PrefillPlanner, make_prefill_planner
 from onchip.engine.request import Request
 from onchip.engine.sampling_params import PoolingParams, SamplingParams
 from onchip.engine.step import Chunk
 from onchip.kvcache import KVCache
 from onchip.kvcache.prefill_chunks import PrefillChunk
-from onchip.models import ModelConfig, decoder, random_model
+from onchip.models import ModelConfig, attend, random_model
 
 HOPPER, AMPERE = DeviceInfo("cuda", "NVIDIA H200", (9, 0)), DeviceInfo("cuda", "A100", (8, 0))
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
@@ -27,7 +28,7 @@ def short_chunks(monkeypatch):
 def planner(tiny, mode, device=HOPPER, **changes):
     model = tiny.model()
     cache = KVCache(model.cache_spec(16), 4)
-    problem = prefill_precision._layer_call(model, cache, mode)
+    problem = layer_call(model, cache, 2049)._replace(precision=mode)
     changes = {"dtype": torch.bfloat16, "out_dtype": torch.bfloat16, "head_dim": 128} | changes
     return PrefillPlanner(problem._replace(**changes), device)
 
@@ -110,7 +111,7 @@ def test_the_calls_of_a_step(tiny, short_chunks, monkeypatch):
     """Two prompts, the second in three chunks beside a decode, and a short prompt. Pages of 4."""
     from onchip.models import prefill_8bit
 
-    calls, others = spy(monkeypatch, prefill_8bit), spy(monkeypatch, decoder)
+    calls, others = spy(monkeypatch, prefill_8bit), spy(monkeypatch, attend)
     with tiny.engine(budget=31, prefill_precision="fp8", prefix_caching=False) as one:
         for token, count in ((1, 20), (2, 45), (3, 3)):
             one.add([token] * count, GREEDY)

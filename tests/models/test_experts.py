@@ -272,8 +272,10 @@ def test_a_grouped_product_without_the_host_is_of_bf16_on_hopper(
 def test_steps_with_experts_are_recorded_if_they_can_be(monkeypatch):
 
     class Cache:
-        device = torch.device("cuda")
+        device, max_seqlen = torch.device("cuda"), 128
+        spec = made("llama", dtype=torch.bfloat16).cache_spec()
 
+    monkeypatch.setattr(cuda_graphs, "device_info", lambda _: DeviceInfo("cuda", "", (9, 0)))
     dense, sparse = made("llama"), made("mixtral")
     assert cuda_graphs.can_record(dense, Cache) and not cuda_graphs.can_record(sparse, Cache)
     monkeypatch.setattr(experts.SparseMLP, "is_recordable", True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from onchip import LLM, SamplingParams, models
+from onchip.core.device import DeviceInfo
 from onchip.engine import ExecutionConfig, cuda_graphs
 from onchip.engine import llm as llm_module
 from onchip.kvcache import KVCache
@@ -202,11 +203,23 @@ def test_a_router_stays_in_fp32(tmp_path):
     assert torch.equal(layer.choice_bias, made().layers[1].mlp.choice_bias)
 
 
-def test_steps_are_not_recorded():
-    class Cache:
-        device = torch.device("cuda")
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "recorded"),
+    [
+        (torch.bfloat16, None, True),
+        (torch.float32, None, False),
+        (torch.bfloat16, "fp8", False),
+    ],
+)
+def test_steps_of_16_bits_are_recorded(dtype, kv_dtype, recorded, monkeypatch):
+    """576 and 512 columns, as DeepSeek's: a GPU has a kernel for pages of 16 bits alone."""
+    model = made(first_k_dense_replace=3, kv_lora_rank=512, qk_rope_head_dim=64, dtype=dtype)
 
-    assert not cuda_graphs.can_record(made(first_k_dense_replace=3), Cache)
+    class Cache:
+        device, max_seqlen, spec = torch.device("cuda"), 128, model.cache_spec(16, kv_dtype)
+
+    monkeypatch.setattr(cuda_graphs, "device_info", lambda _: DeviceInfo("cuda", "", (9, 0)))
+    assert cuda_graphs.can_record(model, Cache) == recorded
 
 
 YARN = fields("deepseek_v3")["rope_scaling"]

@@ -43,6 +43,7 @@ from onchip.kernels.tiles import (
     DECODE_ROWS,
     FIXED_KEYS,
     SPLIT_KEYS,
+    TRITON_COLUMNS,
     TRITON_SHORT_KEYS,
     TritonConfig,
     batch_bucket,
@@ -250,12 +251,14 @@ def decode_kernel(
     num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, batch, num_pages,
     units, least, fixed, num_units, part_rows,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
-    ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, BATCH: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    E4M3: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, PAD_REST: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr, BATCH: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, E4M3: tl.constexpr, PTX: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one WorkUnit for one kv head, or if its sequence is split, its partial out and
-    lse. Row r of the tile is query r // group_size of head r % group_size.
+    lse. Row r of the tile is query r // group_size of head r % group_size. PAD_REST: columns of q
+    and k behind PAD_DIM, padded, as tiles of their own; 0: none.
     """
     if PDL:
         gdc_wait()
@@ -303,6 +306,7 @@ def decode_kernel(
     v_ptr = head_ptr(v_ptr, entry_k, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
     at_q = (i.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh) * ALIGN
     WIDTH: tl.constexpr = PAD_DIM_V // 2 if KV8 else PAD_DIM_V
+    FIRST: tl.constexpr = PAD_DIM if PAD_REST else HEAD_DIM
     state = empty_state(TILE_M, WIDTH)
     k_scales, v_scales = PageScales(None, None, None), PageScales(None, None, None)
     if KV8:
@@ -312,7 +316,9 @@ def decode_kernel(
         k_scales = PageScales(k_scales_ptr + head * stride_ksh, stride_ksp, stride_kss)
         v_scales = PageScales(v_scales_ptr + head * stride_vsh, stride_vsp, stride_vss)
     else:
-        q = load_rows_at(q_ptr, at_q, rows.exist, HEAD_DIM, PAD_DIM)
+        q = load_rows_at(q_ptr, at_q, rows.exist, FIRST, PAD_DIM)
+        if PAD_REST:
+            q_rest = load_rows_at(q_ptr + FIRST, at_q, rows.exist, HEAD_DIM - FIRST, PAD_REST)
     begin, end = unit.begin, unit.end
     start, stop = at.seqlen_k * 0, at.seqlen_k + 0  # keys that at least one row of the tile sees
     if left is not None:
@@ -343,9 +349,12 @@ def decode_kernel(
             v_scale = load_scales(v_scales, page, slot, inside)
             s = scores_kv8(q, k, k_scale, E4M3, PTX)
         else:
-            k = load_rows_at(k_ptr, at_k, inside, HEAD_DIM, PAD_DIM)
+            k = load_rows_at(k_ptr, at_k, inside, FIRST, PAD_DIM)
             v = load_rows_at(v_ptr, at_v, inside, HEAD_DIM_V, PAD_DIM_V)
             s = dot(q, tl.trans(k), None)
+            if PAD_REST:
+                k = load_rows_at(k_ptr + FIRST, at_k, inside, HEAD_DIM - FIRST, PAD_REST)
+                s = dot(q_rest, tl.trans(k), s)
         s, _ = apply_score_mods(score, s, at, i[:, None], j[None, :], LINEAR)
         seen = inside[None, :]
         if MASKED:
@@ -420,8 +429,9 @@ def decode(problem: Problem, x: Tensors, args: LaunchArgs) -> Result:
         *scale_strides(x.k_scales), *scale_strides(x.v_scales),
         *args.scalars[:5], None if problem.seqlen_q == 1 else args.scalars[5], *args.scalars[6:8],
         problem.batch, x.k.shape[0], *launch.cut, launch.num_units, launch.part_rows,
-        *args.dims, PAGE_SIZE=problem.page_size, SAME_STRIDES=_same_strides(args),
-        BATCH=_batch_bucket(problem), TILE_M=config.tile_m, TILE_N=config.tile_n,
+        *args.dims, PAD_REST=_padded_rest(problem), PAGE_SIZE=problem.page_size,
+        SAME_STRIDES=_same_strides(args), BATCH=_batch_bucket(problem),
+        TILE_M=config.tile_m, TILE_N=config.tile_n,
         **_kv8_format(problem, args), **options,
     )  # fmt: skip
     if launch.num_records:
@@ -526,6 +536,12 @@ def _scratch(launch: SplitLaunch, problem: Problem, out: Tensor) -> tuple[Tensor
 def _same_strides(args: LaunchArgs) -> bool:
     """Whether a key and its value have the same offset, as in one cache."""
     return args.strides[3:5] == args.strides[6:8]
+
+
+def _padded_rest(problem: Problem) -> int:
+    """The columns of q and k that the tiles of args.dims leave out, padded."""
+    rest = problem.head_dim - TRITON_COLUMNS[problem.dtype.itemsize]
+    return padded(rest) if rest > 0 else 0
 
 
 def _page_table(x: Tensors) -> Tensor | None:

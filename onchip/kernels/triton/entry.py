@@ -38,9 +38,12 @@ class TritonBackend(Backend):
         if problem.dtype == torch.float64:
             return "float64 is served on the CPU by tiled"
         stored = problem.page_dtype or problem.dtype
-        if problem.widest > TRITON_COLUMNS[stored.itemsize]:
+        most = TRITON_COLUMNS[stored.itemsize]
+        # Latent pages: the columns of keys behind the last tile are multiplied on their own.
+        has_rest = problem.page_size > 0 and stored.itemsize == 2 and problem.head_dim_v <= most
+        if problem.widest > most and not has_rest:
             dims = f"{problem.head_dim} and {problem.head_dim_v}"
-            most, name = TRITON_COLUMNS[stored.itemsize], str(stored).removeprefix("torch.")
+            name = str(stored).removeprefix("torch.")
             return f"has tiles of up to {most} columns of {name}, not for head dims {dims}"
         if problem.page_dtype is not None and (problem.head_dim % 2 or problem.head_dim_v % 2):
             dims = f"{problem.head_dim} and {problem.head_dim_v}"

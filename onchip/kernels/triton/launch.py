@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onchip.core.device import DeviceInfo, device_info
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels.tiles import TritonConfig, TritonUse, triton_config
+from onchip.kernels.tiles import TRITON_COLUMNS, TritonConfig, TritonUse, triton_config
 
 # Arguments that change with the lengths of a call. Triton must not compile a variant for a value of
 # 1 or a multiple of 16.
@@ -178,7 +178,8 @@ def _dims(problem: Problem, align: int) -> tuple[int, int, bool, int, int, int]:
     linear = unmodified and problem.softmax_scale > 1e-30
     d, d_v = problem.head_dim, problem.head_dim_v
     if problem.page_dtype is None:
-        return d, d_v, linear, align, padded(d), padded(d_v)
+        first = min(d, TRITON_COLUMNS[problem.dtype.itemsize])  # decode.py has tiles for the rest
+        return d, d_v, linear, align, padded(first), padded(d_v)
     return d, d_v, linear, align, 2 * padded(-(-d // 2)), 2 * padded(-(-d_v // 2))
 
 

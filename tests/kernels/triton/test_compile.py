@@ -55,6 +55,7 @@ def _hot_loop(sass: str) -> list[str]:
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+LATENT = {"head_dim": 576, "head_dim_v": 512, "num_heads": 16, "num_kv_heads": 1}
 D64, D128, D256, D512 = ({"head_dim": d, "num_heads": 2} for d in (64, 128, 256, 512))
 GQA = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
 MANY = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -80,6 +81,9 @@ SLOW = [
     ("sm_90", BF16, D512 | {"num_kv_heads": 1}, {"page_size": 16, "lengths": (30, 4000)}),
     ("gfx942", BF16, D512, EVERYTHING),
     ("gfx942", BF16, D512 | {"num_kv_heads": 1}, {"page_size": 16, "lengths": (30, 4000)}),
+    ("sm_80", BF16, LATENT, {"page_size": 16, "lengths": (30, 4000)}),
+    ("sm_90", BF16, LATENT, {"page_size": 64, "lengths": (30, 4000)}),
+    ("gfx942", BF16, LATENT, {"page_size": 16, "lengths": (30, 4000)}),
     ("sm_80", FP32, D64, {"causal": True}),
     ("sm_90", BF16, D128, {"lengths": (1, 4000), "sinks": True}),
     ("sm_90", BF16, D64, {"lengths": (64, 64), "causal": True}),

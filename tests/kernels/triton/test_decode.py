@@ -109,12 +109,14 @@ WIDE = [
     ([40, 1], [60, 33], 4, {**heads(2), "head_dim": 320, "head_dim_v": 512}, BF16, {}),
     ([5, 5], [60, 9], 16, {**heads(4), "head_dim": 512, "head_dim_v": 64}, FP16, {"softcap": 5.0}),
     ([3, 0], [90, 9], 1, {**heads(40), "head_dim": 300}, FP16, {"window_size": (20, None)}),
+    ([1, 1], [50, 7], 16, {**heads(16), "head_dim": 576, "head_dim_v": 512}, BF16, {}),
+    ([40, 1], [60, 33], 4, {**heads(2), "head_dim": 530, "head_dim_v": 300}, FP16, {"sinks": True}),
 ]
 
 
 @interpreted_or_gpu
 @pytest.mark.parametrize("deterministic", (False, True))
-@pytest.mark.parametrize("case", mark_slow_except((0, 2), WIDE))
+@pytest.mark.parametrize("case", mark_slow_except((0, 4), WIDE))
 def test_wide_heads(monkeypatch, case, deterministic):
     """Their tiles may have fewer rows than a group has queries, which then take several programs.
     The rows are those of a GPU.
