@@ -11,6 +11,7 @@ from .layer_config import ClampedSwiGLU, ExpertGroups, Experts, LatentSizes, Lay
 from .loader import Checkpoint, inspect, load, random_model, save
 from .protocol import Model
 from .rotary import Rotary
+from .routing import Routing, balance_loss
 from .weight_names import Shard, num_parameters
 
 __all__ = [
@@ -28,7 +29,9 @@ __all__ = [
     "ModelConfig",
     "Shard",
     "Rotary",
+    "Routing",
     "about",
+    "balance_loss",
     "builtin",
     "inspect",
     "inspect_foreign",

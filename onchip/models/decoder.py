@@ -4,6 +4,7 @@ A layer is independent of the source of its keys: it passes q, k and v to an `At
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from onchip.models.pointwise import (
 from onchip.models.prefill_8bit import attend_projections, fuses_prefill
 from onchip.models.products import find_kernel, norm_product, product
 from onchip.models.rotary import Rotary, cos_sin, rotate
+from onchip.models.routing import Routing
 from onchip.models.weight_names import Shard
 
 Rope = Sequence[tuple[Tensor, Tensor]]  # (cos, sin) for each of `ModelConfig.rotaries`
@@ -257,6 +259,21 @@ class Decoder(nn.Module):
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer."""
         return tuple(layer.window for layer in self.config.layers)
+
+    @contextmanager
+    def record_routing(self) -> Iterator[list[Routing]]:
+        """A list to which every layer of experts appends its routing, in each call in this context:
+        for `balance_loss`, or to count the tokens of each expert.
+        """
+        sparse, record = list(self._sparse()), []
+        before = [mlp.record for mlp in sparse]
+        for mlp in sparse:
+            mlp.record = record
+        try:
+            yield record
+        finally:
+            for mlp, earlier in zip(sparse, before, strict=True):
+                mlp.record = earlier
 
     def cache_spec(self, page_size: int = 16, kv_dtype: str | None = None) -> Spec:
         """Pages for the keys and values of this model, on its device and in its dtype, or in 8 bits

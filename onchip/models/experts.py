@@ -22,20 +22,12 @@ from torch import Tensor, nn
 from onchip.core.device import device_info
 from onchip.core.problem import UnsupportedError
 from onchip.models.config import ModelConfig
-from onchip.models.layer_config import ExpertGroups, Experts
+from onchip.models.layer_config import Experts
 from onchip.models.linear import Linear, ParameterFactory
 from onchip.models.pointwise import clamped_swiglu, gated_activation
+from onchip.models.routing import Routing, route
 
 _ALIGNED = 8  # torch's grouped product reads rows of bf16 at multiples of 16 bytes
-
-
-class Routing(NamedTuple):
-    """The experts of each token, the best first: int64 (tokens, per_token); and their weights of
-    the same shape, in fp32 (fp64 for fp64).
-    """
-
-    experts: Tensor
-    weights: Tensor
 
 
 class RowGroups(NamedTuple):
@@ -49,38 +41,6 @@ class RowGroups(NamedTuple):
     experts: Tensor
     ends: Tensor
     sizes: list[int] | None
-
-
-def route(logits: Tensor, experts: Experts, bias: Tensor | None = None) -> Routing:
-    """The best experts of each token by its scores, the first of equal ones. bias: added to the
-    scores for the choice, in no weight (`Experts.has_choice_bias`).
-    """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    scores = wide.sigmoid() if experts.has_choice_bias else wide.softmax(-1)
-    ranked = scores.detach() if bias is None else scores.detach() + bias
-    if experts.groups is not None and experts.groups.per_token < experts.groups.num_groups:
-        ranked = _keep_groups(ranked, experts.groups)
-    chosen = _best(ranked, experts.per_token)[1]
-    weights = scores.gather(-1, chosen)
-    if experts.is_normalised:
-        # Sigmoids may all be 0. To the sum of the largest of a softmax this adds nothing.
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return Routing(chosen, weights if experts.groups is None else weights * experts.groups.scale)
-
-
-def _keep_groups(ranked: Tensor, groups: ExpertGroups) -> Tensor:
-    """-inf for the experts outside of the best groups of each token."""
-    grouped = ranked.unflatten(-1, (groups.num_groups, -1))
-    kept = _best(_best(grouped, groups.num_best)[0].sum(-1), groups.per_token)[1]
-    is_kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, kept, True)
-    return grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(-2)
-
-
-def _best(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest numbers of the last dimension, and where they are."""
-    # Of equal numbers topk takes any. In 16 bits there are many.
-    values, at = x.sort(dim=-1, descending=True, stable=True)
-    return values[..., :count], at[..., :count]
 
 
 def group_rows(experts: Tensor, num_experts: int, reads_sizes: bool = True) -> RowGroups:
@@ -209,6 +169,7 @@ class SparseMLP(nn.Module):
     choice_bias: nn.Parameter | None
     up: ExpertsUp
     down: ExpertsDown
+    record: list[Routing] | None  # every routing is appended to it
 
     def __init__(self, config: ModelConfig, experts: Experts, factory: ParameterFactory):
         super().__init__()
@@ -223,6 +184,7 @@ class SparseMLP(nn.Module):
             self.choice_bias.requires_grad = False
         self.up = ExpertsUp(width, experts, factory)
         self.down = ExpertsDown(width, experts, factory)
+        self.record = None
 
     @property
     def idle_weights(self) -> int:
@@ -245,6 +207,8 @@ class SparseMLP(nn.Module):
                 " served: compute without gradients, or set it to 0"
             )
         routing = route(self._logits(tokens), experts, self.choice_bias)
+        if self.record is not None:
+            self.record.append(routing)
         reads_sizes = torch.is_grad_enabled() or not self.is_recordable
         groups = group_rows(routing.experts, experts.num_experts, reads_sizes)
         inner = self.up(take_rows(tokens, groups, experts.per_token), groups)

@@ -113,26 +113,6 @@ def test_gradients_are_those_of_transformers(case, twin):
         torch.testing.assert_close(grad, expected, rtol=0, atol=bound, msg=name)
 
 
-def test_the_router_takes_the_first_of_equal_experts():
-    logits = torch.zeros(3, 40, dtype=torch.bfloat16)
-    logits[:, 7] = 1
-    routing = experts.route(logits, Experts(40, 4, 1, is_normalised=False))
-    assert routing.experts.tolist() == [[7, 0, 1, 2]] * 3
-    exact = logits.double().softmax(-1)[:, [7, 0, 1, 2]]
-    torch.testing.assert_close(routing.weights.double(), exact, rtol=1e-6, atol=0)
-    normalised = experts.route(logits, Experts(40, 4, 1)).weights
-    torch.testing.assert_close(normalised.double(), exact / exact.sum(-1, keepdim=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_router_is_that_of_transformers(dtype):
-    """Without equal numbers, topk has one answer."""
-    logits = torch.stack([torch.randperm(128) for _ in range(63)]).div(16).to(dtype)
-    routing = experts.route(logits, Experts(128, 8, 1, is_normalised=False))
-    weights, chosen = torch.topk(logits.float().softmax(-1), 8)
-    assert torch.equal(routing.weights, weights) and torch.equal(routing.experts, chosen)
-
-
 def sparse_layer(decoder):
     """The first layer with experts."""
     return next(decoder._sparse())
