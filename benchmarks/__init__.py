@@ -25,6 +25,7 @@ BENCHES |= {
         "products": "GPU: matrix products of 1 to 16 rows against torch's, and against a copy",
         "decoding": "GPU: latency of small batches, drafts, structured texts, long requests",
         "masks": "GPU: windows, block-sparse masks, masks of single bits",
+        "wide": "GPU: head_dim 512 and its memory; decoding over latent pages",
         "hbm": "GPU: time and bytes over HBM of standard attention, v1 to v3 and onchip",
         "video": "GPU: masks of videos against FlexAttention, forward and forward+backward",
     }.items()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import onchip
-from benchmarks import ablation, host, masks, models, peak, short, tables, video
+from benchmarks import ablation, host, masks, models, peak, short, tables, video, wide
 from benchmarks import versions as versions_bench
 from onchip.cli import main
 from onchip.cli.bench import backward, forward, gpu, harness, paged, patterns, peers
@@ -41,6 +41,7 @@ MODULES = {
     "peak": peak,
     "masks": masks,
     "video": video,
+    "wide": wide,
     "paged": paged,
     "models": models,
 }

@@ -113,7 +113,7 @@ def fa2(
 def fa3(packed: Lengths | None = None, cache_seqlens: Tensor | None = None, **options) -> Attend:
     """FlashAttention-3's forward, from the package fa3-fwd or its own; ImportError where both are
     missing. In FP8 it takes descales, too. With cache_seqlens, attend(q, pages of k and v,
-    page_table).
+    page_table), and further operands by name.
     """
     name = "flash_attn_interface" if find_spec("flash_attn_interface") else "fa3_fwd_interface"
     module = import_module(name)
@@ -145,7 +145,9 @@ def _flash(module, packed: Lengths | None, options: dict) -> Attend:
 
 
 def _over_pages(function: Callable, options: dict) -> Attend:
-    return lambda q, pages, table: _out(function(q, *pages, page_table=table, **options))
+    return lambda q, pages, table, **parts: _out(
+        function(q, *pages, page_table=table, **options, **parts)
+    )
 
 
 def _out(result: Tensor | tuple[Tensor, ...]) -> Tensor:
