@@ -1,6 +1,4 @@
-"""Which experts a token goes to and with what weights, and the loss that keeps experts equally
-busy.
-"""
+"""The experts of each token and their weights, and a loss that balances the load of experts."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -56,12 +54,12 @@ def _best(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def balance_loss(routings: Sequence[Routing], mask: Tensor | None = None) -> Tensor:
-    """The loss that keeps experts equally busy, of the routings of all layers
-    (`Decoder.record_routing`): the number of experts, times the sum over experts of the fraction of
-    tokens that chose it and its mean score, where the scores of a token are divided by their sum.
-    An even load gives per_token, and the gradient lowers the scores of busy experts.
+    """The load-balancing loss over the routings of all layers (`Decoder.record_routing`): the
+    number of experts, times the sum over experts of the fraction of tokens that chose it and its
+    mean score; the scores of a token are divided by their sum. An even load gives per_token, and
+    the gradient lowers the scores of the experts with the largest load.
 
-    mask: booleans of the shape of the tokens, True for those that count; None: all.
+    mask: bool, of the shape of the tokens, False for padding; None: every token counts.
     """
     if not routings:
         raise ValueError("no routing was recorded: balance_loss needs a model with experts")
