@@ -165,8 +165,10 @@ def _step_bytes(model: Model, limits: Limits, paging: Paging) -> int:
     """
     device, count = model.device, limits.max_num_seqs
     length = max(1, min(limits.max_num_batched_tokens // count, limits.max_model_len - 2))
-    pages = 2 + count * -(-(length + 2) // paging.page_size)
+    pages = 3 + count * -(-(length + 2) // paging.page_size)
     limits = replace(limits, max_queued_requests=count, max_queued_tokens=count * length)
+    with_earlier = min(count + 1, limits.max_num_batched_tokens)
+    limits = replace(limits, max_num_seqs=with_earlier)
     options = {
         **paging._asdict(),
         "prefix_caching": False,
@@ -176,12 +178,22 @@ def _step_bytes(model: Model, limits: Limits, paging: Paging) -> int:
     with Engine(model, None, limits=limits, num_pages=pages, **options) as engine:
         held = torch.cuda.memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
-        engine.add([0] * length, replace(_ALL_SAMPLING_OPTIONS, prompt_logprobs=MAX_LOGPROBS))
-        for i in range(1, count):
-            engine.add([i % 2] * length, _ALL_SAMPLING_OPTIONS)
-        while engine.has_work:
+        _run_prompts(engine, count, length)
+        if model.cache_spec().latent:
+            # In a step with a sequence that began before, prompts read their pages.
+            engine.add([0], _ALL_SAMPLING_OPTIONS)
             engine.step()
+            _run_prompts(engine, count, length)
         return torch.cuda.max_memory_reserved(device) - held
+
+
+def _run_prompts(engine: Engine, count: int, length: int) -> None:
+    """Prompts of equal length to their end, the first with prompt logprobs."""
+    for i in range(count):
+        logprobs = MAX_LOGPROBS if i == 0 else None
+        engine.add([i % 2] * length, replace(_ALL_SAMPLING_OPTIONS, prompt_logprobs=logprobs))
+    while engine.has_work:
+        engine.step()
 
 
 def _streaming_bytes(model: Model, limits: Limits) -> int:

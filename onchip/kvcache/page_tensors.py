@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.device import device_info
-from onchip.core.problem import DTYPES, check_head_dims
+from onchip.core.problem import DTYPES, UnsupportedError, check_head_dims
 from onchip.core.values import checks
 from onchip.kvcache.pool import Copy, Pool
 from onchip.quant.kv8 import MAX_VALUES, SCALE_BYTES, parse_kv_dtype, quantise
@@ -68,6 +68,12 @@ class Spec:
         if self.kv_dtype is not None and self.kv_dtype not in MAX_VALUES:
             formats = ", ".join(map(str, MAX_VALUES))
             raise ValueError(f"kv_dtype {self.kv_dtype} is not one of {formats}, None")
+        if self.kv_dtype == torch.int8 and 0 < self.latent < self.head_dim:
+            raise UnsupportedError(
+                f"int8 pages of latents are not served: a key has one scale, so if its last"
+                f" {self.head_dim - self.latent} columns are larger than its latent, few levels"
+                " remain for the latent; use fp8, whose steps are relative, or 16 bits"
+            )
 
     def stored_as(self, name: str | None) -> "Spec":
         """This spec with pages of kv_dtype "fp8", "int8", or None for dtype."""

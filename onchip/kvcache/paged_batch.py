@@ -97,6 +97,14 @@ class PagedBatch(NamedTuple):
         return self._replace(shared=share_prefixes(*tables, numbers, shape, page_size))
 
     @property
+    def is_prompts(self) -> bool:
+        """Whether the new tokens of each sequence are all of it, in a plain row: attention over
+        them alone, in the precision of the call, is that over the pages.
+        """
+        others = (self.shared, self.prefill, self.tree)
+        return self.is_fresh and all(x is None for x in others)
+
+    @property
     def shape(self) -> BatchShape:
         num_seqs, max_pages = self.page_table.shape
         num_tokens, num_extra = self.slot_mapping.shape[0], self.extra.shape[0]

@@ -6,6 +6,7 @@ mathematics.
 """
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
@@ -114,9 +115,11 @@ class ModelConfig:
         for name, kinds in (("norm", Norm), ("activation", Activation)):
             if getattr(self, name) not in get_args(kinds):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {get_args(kinds)}")
-        if not self.norm_eps > 0 or not (self.softmax_scale is None or self.softmax_scale > 0):
+        scale = 1.0 if self.softmax_scale is None else self.softmax_scale
+        if not self.norm_eps > 0 or not 0 < scale < math.inf:
             raise ValueError(
                 f"norm_eps={self.norm_eps} and softmax_scale={self.softmax_scale} must be above 0"
+                " and finite"
             )
         if not self.softcap >= 0 or not self.logit_softcap >= 0:
             raise ValueError(
@@ -476,6 +479,7 @@ def _deepseek(f: Fields, groups: ExpertGroups, is_normalised: bool) -> dict[str,
     f.require_present("q_lora_rank")
     f.must_be("attention_bias", False)
     f.must_be("moe_layer_freq", 1)
+    f.must_be("use_mla", True)
     for name in ("aux_loss_alpha", "seq_aux", "ep_size"):  # of training
         f.take(name, None)
     latent = LatentSizes(

@@ -14,7 +14,8 @@ def check_size(name: str, value: object) -> None:
 
 class Fields:
     """The fields of a JSON object, called `what` in errors. An absent field and null are the same:
-    both give the default, or an error if it is REQUIRED. `reject_unread` refuses all other fields.
+    but for flags both give the default, or an error if it is REQUIRED. `reject_unread` refuses all
+    other fields.
     """
 
     def __init__(self, data: Mapping[str, Any], what: str):
@@ -51,6 +52,9 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
+        """null is false and not the default, as in transformers, which tests flags for truth."""
+        if name in self.data and self.data[name] is None:
+            default = False
         return self._typed(name, default, bool, "true or false")
 
     def text(self, name: str, default: Any = REQUIRED) -> str:

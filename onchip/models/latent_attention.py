@@ -78,7 +78,7 @@ class LatentAttention(nn.Module):
         q, key = self._queries(q, *rope[self.rope_index]), self._key(key, *rope[self.rope_index])
         if not isinstance(attend, PagedAttend):
             out = self._expanded(q, key, attend)
-        elif attend.batch.is_fresh and attend.cache.spec.kv_dtype is None:
+        elif attend.batch.is_prompts and attend.cache.spec.kv_dtype is None:
             attend.write(self.index, key, None)
             packed = PackedAttend(attend.batch.cu_seqlens_q, attend.batch.max_seqlen_q)
             out = self._expanded(q, key, packed)

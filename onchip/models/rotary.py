@@ -41,8 +41,10 @@ class Rotary:
             raise ValueError(
                 f"{self.kind} needs original={self.original} and low={self.low} above 0"
             )
-        if self.kind in ("llama3", "yarn") and not self.high > self.low:
-            raise ValueError(f"{self.kind} needs high={self.high} above low={self.low}")
+        if self.kind == "llama3" and not self.high > self.low:
+            raise ValueError(f"llama3 needs high={self.high} above low={self.low}")
+        if self.kind == "yarn" and not self.high >= self.low:  # Kimi-K2: equal, a step
+            raise ValueError(f"yarn needs high={self.high} to be at least low={self.low}")
 
     @classmethod
     def from_hf(
@@ -91,7 +93,7 @@ def _read_yarn(f: Fields, max_seqlen: int) -> dict[str, Any]:
 
 def _yarn_amplitude(f: Fields, factor: float) -> float:
     """0.1 ln(factor) + 1, unless stated; with mscale and mscale_all_dim the ratio of two."""
-    over, under = f.positive("mscale", None), f.positive("mscale_all_dim", None)
+    over, under = f.non_negative("mscale", 0.0), f.non_negative("mscale_all_dim", 0.0)
     is_ratio = over and under
     implied = yarn_growth(factor, over) / yarn_growth(factor, under) if is_ratio else None
     return f.positive("attention_factor", implied or yarn_growth(factor))

@@ -59,7 +59,8 @@ def balance_loss(routings: Sequence[Routing], mask: Tensor | None = None) -> Ten
     mean score; the scores of a token are divided by their sum. An even load gives per_token, and
     the gradient lowers the scores of the experts with the largest load.
 
-    mask: bool, of the shape of the tokens, False for padding; None: every token counts.
+    mask: bool, of the shape of the tokens, False for padding; None: every token counts. Without a
+    token that counts the loss is 0.
     """
     if not routings:
         raise ValueError("no routing was recorded: balance_loss needs a model with experts")
@@ -79,4 +80,5 @@ def balance_loss(routings: Sequence[Routing], mask: Tensor | None = None) -> Ten
         scores.append((shares * counts[:, None]).sum(0))
         totals.append(counts.sum())
     load, score, total = (torch.stack(sums).sum(0) for sums in (loads, scores, totals))
+    total = total.clamp(min=1)  # a batch of padding alone has a loss of 0
     return num_experts * (load / total * (score / total)).sum()

@@ -17,6 +17,9 @@ from onchip.engine import (
 from onchip.engine.model_runner import _used_bytes
 from onchip.engine.speculation.config import SpeculativeConfig
 from onchip.kvcache.swap import CHUNK_BYTES
+from onchip.models import ModelConfig, random_model
+from onchip.models.latent_attention import LatentAttention
+from tests.models.conftest import fields
 
 
 def test_no_more_pages_than_all_sequences_can_fill(tiny):
@@ -116,6 +119,24 @@ def test_memory_besides_pages_is_subtracted(tiny, monkeypatch, graphs):
     assert room == 9 * 10**9 - 2 * 10**9 - fixed - graphs * (700 * 10**6 + table)
     assert len(drawn) == 12 and all(one.logprobs and one.has_penalties for one in drawn)
     assert drawn[0].prompt_logprobs and not drawn[1].prompt_logprobs
+
+
+def test_latent_models_run_their_largest_step_in_both_ways(monkeypatch):
+    """Prompts alone, and prompts that read their pages: which takes more depends on the heads."""
+    Device(monkeypatch)
+    model = random_model(ModelConfig.from_hf(fields("deepseek_v3")))
+    tokens = {"_expanded": [], "_absorbed": []}
+    for name, counts in tokens.items():
+        way = getattr(LatentAttention, name)
+        count = lambda self, q, *rest, way=way, counts=counts: (
+            counts.append(len(q)) or way(self, q, *rest)
+        )
+        monkeypatch.setattr(LatentAttention, name, count)
+    for max_num_seqs in (1, 4, 64):
+        for counts in tokens.values():
+            counts.clear()
+        memory._step_bytes(model, Limits(128, 64, max_num_seqs), memory.Paging(16))
+        assert max(tokens["_absorbed"]) >= max(tokens["_expanded"]) > 32
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 import onchip
+from onchip import UnsupportedError
 from onchip.kvcache import HostTier, KVCache, Spec
-from onchip.quant.kv8 import FORMATS, dequantise, quantise
+from onchip.quant.kv8 import dequantise, quantise
 
 HEADS, DIM, LATENT, LAYERS = 4, 12, 8, 2
-KV_DTYPES = [None, *FORMATS]
+KV_DTYPES = [None, "fp8"]
 
 
 def make(kv_dtype=None, page_size=4, num_pages=40, **options):
@@ -125,7 +126,7 @@ def test_bytes_of_latent_pages():
     """A layer of DeepSeek-V3: 512 columns of the latent and 64 that are rotated."""
     spec = Spec(1, 1, 576, page_size=64, latent=512)
     assert spec.head_dim_v == 512 and spec.page_bytes == 64 * 576 * 2
-    assert spec.stored_as("int8").page_bytes == 64 * (576 + 4)
+    assert spec.stored_as("fp8").page_bytes == 64 * (576 + 4)
     cache = KVCache(spec, 3)
     assert sum(t.nbytes for t in cache.pages.tensors) == 3 * spec.page_bytes
     assert Spec(1, 1, 576, 512, page_size=64).page_bytes == 64 * (576 + 512) * 2
@@ -151,3 +152,10 @@ def test_values_are_written_where_pages_hold_them():
         slots = made.view([sequence]).slot_mapping
         with pytest.raises(ValueError, match=match):
             made.write(0, torch.zeros(3, 1, DIM).double(), v, slots)
+
+
+def test_latents_in_int8_are_refused_beside_other_columns():
+    """A key has one scale: large columns behind its latent would leave the latent few levels."""
+    with pytest.raises(UnsupportedError, match="last 64 columns are larger than its latent"):
+        Spec(1, 1, 576, latent=512).stored_as("int8")
+    assert Spec(1, 1, 512, latent=512).stored_as("int8").kv_dtype == torch.int8

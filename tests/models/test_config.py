@@ -280,6 +280,7 @@ def test_frequencies_fall_from_one(rotary):
         ((1e4, 8, "linear", 0.0), "above 0"),
         ((1e4, 8, "llama3", 8.0, 4.0, 4.0, 100), "high=4.0 above low=4.0"),
         ((1e4, 8, "yarn", 8.0, 1.0, 4.0, 0), "original=0"),
+        ((1e4, 8, "yarn", 8.0, 4.0, 3.0, 100), "high=3.0 to be at least low=4.0"),
     ],
 )
 def test_invalid_rotations_are_refused(values, sentence):

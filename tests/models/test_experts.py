@@ -23,6 +23,9 @@ from onchip.models.weight_names import targets
 from tests.models.conftest import fields
 
 PROMPTS = [[5, 9, 5, 7], list(range(10, 41)), [3], [*range(20, 31)]]
+# That of Kimi-K2: no frequency lies between those that are kept and those that are divided.
+STEP_YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+STEP_YARN |= {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 CASES = [
     ("mixtral", {}),
     ("mixtral", {"num_experts_per_tok": 1, "sliding_window": None}),
@@ -55,6 +58,7 @@ CASES = [
     ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False, "topk_group": 4}),
     ("deepseek_v3", {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
     ("deepseek_v3", {"n_routed_experts": 64, "num_experts_per_tok": 1, "topk_group": 1}),
+    ("deepseek_v3", {"rope_scaling": STEP_YARN, "norm_topk_prob": False}),
     ("deepseek_v3", {"num_attention_heads": 6, "num_key_value_heads": 6, "v_head_dim": 4}),
 ]
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"]

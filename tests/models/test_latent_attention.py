@@ -6,11 +6,13 @@ from functools import partial
 import pytest
 import torch
 
-from onchip import LLM, SamplingParams, models
+from onchip import LLM, SamplingParams, UnsupportedError, models
 from onchip.core.device import DeviceInfo
 from onchip.engine import ExecutionConfig, cuda_graphs
 from onchip.engine import llm as llm_module
 from onchip.kvcache import KVCache
+from onchip.kvcache.draft_trees import pack_trees
+from onchip.kvcache.prefill_chunks import PrefillChunks
 from onchip.models import LatentSizes, ModelConfig, positions_of, random_model, safetensors
 from onchip.quant import kv8
 from tests.models.conftest import fields
@@ -148,13 +150,12 @@ def test_drafts_change_no_token(tree, expected):
     assert token_ids(made(), speculative_config=drafts) == expected["deepseek_v3"]
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
 @torch.no_grad()
-def test_pages_in_8_bits_round_latents_alone(kv_dtype):
+def test_pages_in_8_bits_round_latents_alone():
     """One scale for the latent and the rotated columns of a token, which are rounded alike."""
     decoder, text = made(), torch.arange(37) * 3
-    plain, rounded = (KVCache(decoder.cache_spec(4, kind), 12) for kind in (None, kv_dtype))
-    form = kv8.parse_kv_dtype(kv_dtype)
+    plain, rounded = (KVCache(decoder.cache_spec(4, kind), 12) for kind in (None, "fp8"))
+    form = kv8.parse_kv_dtype("fp8")
     write = plain.pages.write
     round_trip = lambda k: kv8.dequantise(*kv8.quantise(k, form), k.dtype)
     plain.pages.write = lambda layer, k, v, slots: write(layer, round_trip(k), v, slots)
@@ -170,9 +171,28 @@ def test_pages_in_8_bits_round_latents_alone(kv_dtype):
 
 def test_an_engine_serves_8_bit_pages():
     """In chunks and with preemption, as without."""
-    tokens = token_ids(made(), kv_dtype="int8", max_num_batched_tokens=9)
-    again = token_ids(made(), kv_dtype="int8", num_pages=20, max_num_batched_tokens=9)
+    tokens = token_ids(made(), kv_dtype="fp8", max_num_batched_tokens=9)
+    again = token_ids(made(), kv_dtype="fp8", num_pages=20, max_num_batched_tokens=9)
     assert tokens == again
+    with pytest.raises(UnsupportedError, match="int8 pages of latents are not served"):
+        token_ids(made(), kv_dtype="int8")
+
+
+@torch.no_grad()
+def test_a_prompt_that_is_a_tree_or_in_8_bits_reads_its_pages():
+    """Attention over the new tokens alone would see a chain, in 16 bits."""
+    decoder, text = made(dtype=torch.float64), torch.arange(6) * 17 + 3
+    cache = KVCache(decoder.cache_spec(4), 12)
+    sequence = cache.open()
+    assert cache.append(sequence, text.tolist()) is None
+    batch = cache.view([sequence])
+    assert batch.is_prompts
+    assert not batch._replace(prefill=PrefillChunks("fp8", "hopper", ())).is_prompts
+    numbers = torch.tensor(pack_trees([[-1, 0, 1, 1, 3, 2]]), dtype=torch.int32)
+    grown = batch.grow_trees(numbers)
+    run = lambda batch: decoder(text, positions_of(batch), batch, cache)
+    assert torch.equal(run(grown), run(grown._replace(is_fresh=False)))
+    assert not torch.allclose(run(grown), run(batch))
 
 
 def test_layers_that_draft_are_not_loaded(tmp_path):
@@ -259,11 +279,29 @@ def test_yarn_sharpens_the_scores():
         ("deepseek_v3", {"num_nextn_predict_layers": 10**9}, r"must be in \[0, 4096\]"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
         ("deepseek_v3", {"head_dim": 20}, "head_dim=20 .* only 8 is"),
+        ("deepseek_v3", {"use_mla": False}, "use_mla=False"),
+        ("deepseek_v3", {"rope_scaling": YARN | {"mscale_all_dim": 1e300}}, "and finite"),
     ],
 )
 def test_unsupported_fields_are_refused(family, change, sentence):
     with pytest.raises(ValueError, match=sentence):
         ModelConfig.from_hf(fields(family) | change)
+
+
+@pytest.mark.parametrize("name", ["norm_topk_prob", "rope_interleave"])
+def test_a_flag_that_is_null_is_false(name):
+    """As in transformers, which asks whether it is true; an absent rope_interleave is true."""
+    without, null = ModelConfig.from_hf(fields("deepseek_v3") | {name: None}), {name: False}
+    assert without == ModelConfig.from_hf(fields("deepseek_v3") | null)
+    assert without != ModelConfig.from_hf(fields("deepseek_v3") | {name: True})
+
+
+def test_a_growth_of_zero_is_none():
+    """As in transformers, for which 0 is the same as no field."""
+    plain = {name: value for name, value in YARN.items() if "mscale" not in name}
+    zeros = plain | {"mscale": 0, "mscale_all_dim": 0.0}
+    absent, zero = (made(rope_scaling=block).config for block in (plain, zeros))
+    assert absent == zero != made(rope_scaling=YARN).config
 
 
 def test_fields_of_published_files_that_change_nothing_are_read():
