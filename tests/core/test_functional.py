@@ -157,8 +157,8 @@ def test_host_cost_of_a_call():
     plain = lambda: torch.nn.functional.scaled_dot_product_attention(*heads_first)
     torch.set_num_threads(1)
     with torch.no_grad():
-        ours = lambda: _cpu_seconds(lambda: onchip.attention(q, k, v), 300)
-        pairs = [(ours(), _cpu_seconds(plain, 300)) for _ in range(7)]
+        ours = lambda: _cpu_seconds(lambda: onchip.attention(q, k, v), 50)
+        pairs = [(ours(), _cpu_seconds(plain, 50)) for _ in range(40)]
     fastest, ratio = min(s for s, _ in pairs), min(s / other for s, other in pairs)
     assert fastest < 250e-6 or ratio < 4, (fastest, ratio)
 
