@@ -88,7 +88,8 @@ SERVER = """
 """
 
 
-@pytest.mark.parametrize("system", [pytest.param("darwin", marks=pytest.mark.slow), "win32"])
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_every_module_is_imported_and_cpu_kernels_run(system):
     printed = run(system, CALLS + SERVER)
     assert "kernel 'triton' cannot serve this call: needs a GPU" in printed

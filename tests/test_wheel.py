@@ -58,6 +58,7 @@ def test_it_requires_torch_alone(content):
     assert [line for line in required if "extra ==" not in line] == ["torch>=2.11"]
 
 
+@pytest.mark.slow
 def test_it_is_installed_and_computes(wheel, tmp_path):
     """In an environment of its own, which takes torch from this one. `make dist-check` installs
     into empty ones. As in the Makefile, pip is that of the Python outside of the environment.

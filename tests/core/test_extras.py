@@ -84,6 +84,7 @@ def test_without_click_there_is_a_version_and_one_sentence():
         assert done.stderr == sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args",
     [

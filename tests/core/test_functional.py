@@ -133,7 +133,8 @@ class TestMemory:
     def test_forward(self, options):
         assert peak_megabytes(16384, False, **options) < 48
 
-    @pytest.mark.parametrize("kernel", ["aten_cpu", pytest.param("tiled", marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kernel", ["aten_cpu", "tiled"])
     def test_backward(self, kernel):
         assert peak_megabytes(16384, True, kernel, window_size=(255, 0)) < 96
 

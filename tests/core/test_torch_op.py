@@ -372,6 +372,7 @@ class TestEager:
             onchip.varlen_attention(*(t[0] for t in x), cu, cu, 13, 13)
         assert counter.get_total_flops() == 4 * 4 * (7 * 7 + 13 * 13) * 16
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["plain", "mask", "sinks"])
     def test_the_backward_alone_compiles(self, name, calls):
         x = qkv(grad=True)
@@ -565,6 +566,7 @@ def test_precise_delta_compiles(name):
         torch.testing.assert_close(b, a, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_inductor_does_not_cancel_the_rounding():
     """Inlined, Inductor would cancel the round-trip to 16 bits, and the residual would be zero."""
     torch._dynamo.reset()

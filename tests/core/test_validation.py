@@ -152,6 +152,7 @@ def test_an_error_has_no_side_effect():
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.slow
 def test_the_package_uses_no_assert():
     """assert is removed under -O and has no message. Only testing.py may use it."""
     for path in PACKAGE.rglob("*.py"):

@@ -115,6 +115,7 @@ def test_embeddings_change_no_generated_token(tiny):
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_pages", [0, 60])
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_embeddings_survive_preemption_and_cancellation(tiny, pooling, host_pages):

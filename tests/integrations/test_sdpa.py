@@ -184,6 +184,7 @@ class TestModules:
         for ours, theirs in zip(grads[1], grads[0], strict=True):
             torch.testing.assert_close(ours, theirs)
 
+    @pytest.mark.slow
     def test_continuous_batching_of_transformers(self):
         """It accepts no custom name; SDPA has a built-in one."""
         pytest.importorskip("transformers", minversion="5.22")  # before, it needs a GPU or psutil

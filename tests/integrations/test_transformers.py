@@ -318,6 +318,7 @@ class TestStructure:
         assert [o.get("window_size") for o in calls] == [(6, 0), None]
         assert all(o["causal"] and "mask" not in o for o in calls)
 
+    @pytest.mark.slow
     def test_blocks_are_built_once_for_all_layers_and_released(self, words, monkeypatch):
         built = []
         spy = lambda *args: built.append(1) or onchip.masks.build(*args)

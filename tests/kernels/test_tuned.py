@@ -217,6 +217,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.sampled_from(tuned.ROW), json_values)
 def test_no_value_of_a_row_raises(field, value):
     document = json.dumps(_document(_entry() | {field: value}))

@@ -19,6 +19,7 @@ from tests.parallel.test_ring import cases
 HEADS = [(1, 1), (4, 2), (3, 1), (6, 6), (10, 5)]
 
 
+@pytest.mark.slow
 @given(cases(), st.sampled_from(STRATEGIES), st.sampled_from(HEADS), st.integers(1, 6))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_strategy_equals_one_device(case, strategy, heads, size):

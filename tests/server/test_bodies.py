@@ -267,6 +267,7 @@ def test_unfinished_bodies_are_bounded_in_all(shared_process, ask, connect):
     assert ask(url, COMPLETIONS, sent)[0] == 400  # the memory is free again
 
 
+@pytest.mark.slow
 @linux
 def test_reaching_the_file_limit_is_logged_once_a_second(
     shared_process, shared_log, ask, connect, until

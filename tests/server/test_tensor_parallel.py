@@ -136,6 +136,7 @@ def start(process, folder, tmp_path, monkeypatch):
     return lambda *options: process(*flags, *options)
 
 
+@pytest.mark.slow
 def test_two_ranks_respond_as_one(start, serving, folder, ask, open_stream, until, tmp_path):
     """Requests together, a client that leaves, and SIGTERM while a request runs."""
     chosen = [body for body in bodies() if body.get("stream") or "structured_outputs" in body]

@@ -32,11 +32,13 @@ def check_reports(reports):
     assert len(wrong) == 14 and dict(lines) == {"mistakes.py": wrong}
 
 
+@pytest.mark.slow
 def test_the_program_runs():
     done = run(HERE / "user_program.py")
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_basedpyright_reports_the_mistakes_alone(tmp_path):
     pytest.importorskip("basedpyright")
     config = {"include": [str(HERE / name) for name in FILES], "extraPaths": [str(ROOT)]}

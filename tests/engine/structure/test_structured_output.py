@@ -79,6 +79,7 @@ def check_schemas(llm, schemas, temperature):
     return finished
 
 
+@pytest.mark.slow
 @settings(
     max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )
@@ -153,6 +154,7 @@ def test_free_requests_get_the_same_tokens_as_alone(llm):
         assert jsonschema_rs.is_valid(POINT, json.loads(output.outputs[0].text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
@@ -190,6 +192,7 @@ def test_drafts_change_no_structured_text(llm, method):
     assert second > 5 and (method["method"] == "ngram" or first > 0.9 * stats.num_drafts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swap_space", [0, 0.25])
 def test_preempted_requests_continue_their_texts(swap_space):
     """Few pages: requests are preempted, and recomputed or swapped in again."""

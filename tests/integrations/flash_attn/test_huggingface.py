@@ -71,6 +71,7 @@ def test_training_on_packed_documents():
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3, msg=name)
 
 
+@pytest.mark.slow
 def test_continuous_batching():
     """generate_batch, which accepts flash names and no custom ones: packed prompts through
     flash_attn_varlen_func; on a GPU decoding steps through flash_attn_with_kvcache.

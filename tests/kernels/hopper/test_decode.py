@@ -77,6 +77,7 @@ def test_ranges_past_the_last_are_empty():
     assert run(decode.RangeSplit.stop, cut, there).tolist() == cut.start(there).tolist() == [1000]
 
 
+@pytest.mark.grid
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 100), st.integers(1, 300))
 def test_dense_ranges_cover_all_tiles_and_name_existing_sequences(batch, tiles, most):
@@ -113,6 +114,7 @@ LANGUAGE = SimpleNamespace(
 )
 
 
+@pytest.mark.grid
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.integers(0, 30 * 64), min_size=1, max_size=20),

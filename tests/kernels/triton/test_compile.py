@@ -186,6 +186,7 @@ def _pointwise(arch):
         pointwise.clamped_swiglu(torch.zeros(3, 6144, dtype=BF16), 7.0, 1.702)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 def test_pointwise_kernels_move_sixteen_bytes_at_a_time(launches, arch):
     _pointwise(arch)
@@ -237,6 +238,7 @@ PRODUCT_VARIANTS = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("arch", "rows", "dtype", "names"),
     [
@@ -270,6 +272,7 @@ def test_products_request_weights_before_they_wait(launches, arch, rows, dtype, 
         assert "PREEXIT" in rest and "LDG" in rest and "STG" in rest
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 def test_sampling_fits_into_registers(launches, arch):
     """With all sampling options, and with none."""
@@ -354,6 +357,7 @@ def test_random_lengths_make_at_most_two_variants(launches, head_dim, few):
     assert {name: len(variants) for name, variants in by_kernel.items() if len(variants) > 2} == {}
 
 
+@pytest.mark.grid
 def test_no_memory_access_before_the_wait_for_the_previous_kernel(launches):
     """These kernels may start while the previous one still runs, and they read its results."""
     options = {"page_size": 16, "lengths": (1, 4000), "sinks": True}

@@ -131,6 +131,7 @@ def check_call(name, arguments):
         assert name == "time" and json.loads(arguments) == {}
 
 
+@pytest.mark.slow
 def test_required_calls_follow_the_schemas(forced):
     options = {"model": "fake", "messages": HELLO, "tools": [WEATHER, TIME], "max_tokens": 400}
     options |= {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.0}
