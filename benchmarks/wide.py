@@ -7,18 +7,25 @@ FlashAttention-3, which takes both parts of a page as operands of their own; `co
 rate at which the pages are read over that of a plain copy, `tflops` that of both products.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import onchip
-from benchmarks.serving import copy_bytes_per_s
+from benchmarks import peak
+from benchmarks.serving import copy_bytes_per_s, least
 from onchip.cli.bench import gpu, patterns, peers
 from onchip.cli.bench.backward import GradientCheck, kernel_of
-from onchip.cli.bench.forward import available, sdpa_rivals
+from onchip.cli.bench.forward import (
+    available,
+    compile_flex,
+    flash_rivals,
+    our_specs,
+    sdpa_rivals,
+)
 from onchip.cli.bench.gpu import GpuCandidate, Inputs, OutputCheck, RowSpec
 from onchip.cli.bench.harness import Case, Row, Session, Threshold
 from onchip.cli.bench.measure import peak_extra_bytes
@@ -28,7 +35,6 @@ PARTS = ("forward", "backward", "latent")  # of --only
 LENGTHS, QUICK_LENGTHS, HEAD_DIM = (2048, 8192), (1024,), 512
 SDPA = ("cudnn", "fa2", "efficient", "math")
 LATENT, ROPE = 512, 64
-MB = 1e6
 
 
 class LatentCell(NamedTuple):
@@ -59,12 +65,8 @@ def _decode(num_heads: int) -> Callable[[Row], bool]:
     return lambda row: row["bench"] == "latent decode" and fits(row)
 
 
-def _least(column: str) -> Callable[[list[Row]], float]:
-    return lambda rows: min(row[column] for row in rows)
-
-
 def _tflops(name: str, selects: Callable[[Row], bool], at_least: float) -> Threshold:
-    return Threshold(name, selects, at_least=at_least, measure=_least("value"), unit="TFLOP/s")
+    return Threshold(name, selects, at_least=at_least, measure=least("value"), unit="TFLOP/s")
 
 
 THRESHOLDS = (
@@ -75,13 +77,13 @@ THRESHOLDS = (
         "latent decode, 16 heads, share of copy",
         _decode(16),
         at_least=0.85,
-        measure=_least("copy_share"),
+        measure=least("copy_share"),
     ),
     Threshold(
         "latent decode, 128 heads",
         _decode(128),
         at_least=550,
-        measure=_least("tflops"),
+        measure=least("tflops"),
         unit="TFLOP/s",
     ),
 )
@@ -96,8 +98,7 @@ def steps(session: Session) -> Iterator[gpu.Step]:
     lengths = session.seqlens or (QUICK_LENGTHS if session.quick else LENGTHS)
     for name in ("forward", "backward"):
         if name in parts:
-            grid = {"lengths": lengths, "head_dims": session.head_dims or (HEAD_DIM,)}
-            for case in wide_cases(name, **grid):
+            for case in wide_cases(name, lengths, session.head_dims or (HEAD_DIM,)):
                 yield str(case), partial(measure, session, case)
     if "latent" in parts:
         for cell in QUICK_CELLS if session.quick else LATENT_CELLS:
@@ -105,50 +106,32 @@ def steps(session: Session) -> Iterator[gpu.Step]:
             yield f"{title}, pages of {cell.page_size}", partial(decode, session, cell)
 
 
-def wide_cases(name: str, lengths: Sequence[int], head_dims: Sequence[int]) -> Iterator[Case]:
-    backward = name == "backward"
-    for head_dim in head_dims:
-        for mask in ("none", "causal"):
-            for n in lengths:
-                heads = max(1, gpu.HIDDEN // head_dim)
-                sizes = (head_dim, n, max(1, gpu.TOKENS // n), heads, backward)
-                way = "backward" if backward else ""
-                yield Case(f"wide {name}", mask, torch.bfloat16, *sizes, way)
+def wide_cases(name: str, lengths: Sequence[int], head_dims: Sequence[int]) -> Iterable[Case]:
+    cells = Session(seqlens=list(lengths), head_dims=list(head_dims))
+    return gpu.grid(cells, f"wide {name}", backward=name == "backward")
 
 
 def measure(session: Session, case: Case) -> list[Row]:
     pattern, sets = patterns.plain(case.seqlen, case.mask), gpu.draw_sets(case, session.device)
     check = (GradientCheck if case.backward else OutputCheck)({"normal": sets[0]}, pattern.visible)
-    mod = (lambda b, h, q, k: q >= k) if case.mask == "causal" else None
-    makers = {
-        "flex": lambda: peers.flex(case.seqlen, mod, session.device),
-        "fa3": lambda: peers.fa3(causal=case.mask == "causal"),
-        "fa4": lambda: peers.fa4(causal=case.mask == "causal"),
-    }
-    rivals = sdpa_rivals(case, sets, check, SDPA) + available(session, makers, sets, check)
-    attend = partial(onchip.attention, **pattern.options)
-    ours = GpuCandidate("onchip", attend, sets, check, ours=True)
-    plan = onchip.explain(*sets[0][:3], **pattern.options).plan
-    kernel = kernel_of(sets[0], pattern.options) if case.backward else plan.kernel
-    spec = RowSpec(case.bench, kernel, ours, rivals)
-    rows = gpu.contest(session, case, [spec], gpu.tflops(case))
-    candidates = {candidate.name: candidate for candidate in (*rivals, ours)}
+    rivals = sdpa_rivals(case, sets, check, SDPA)
+    rivals += flash_rivals(session, case, sets, check) + compile_flex(session, case, sets, check)
+    kernel = kernel_of(sets[0], pattern.options) if case.backward else None
+    specs = our_specs(case.bench, pattern, sets, check, rivals, kernel)
+    rows = gpu.contest(session, case, specs, gpu.tflops(case))
+    candidates = {x.name: x for x in (*rivals, *(spec.ours for spec in specs))}
     return [row | {"peak_mb": _peak_mb(session, row, candidates, case)} for row in rows]
 
 
 def _peak_mb(
     session: Session, row: Row, candidates: dict[str, GpuCandidate], case: Case
 ) -> dict[str, float]:
-    """What a call of each timed candidate holds beyond its inputs, with a backward its own."""
+    """What a call of each candidate of a row holds beyond its inputs, with its backward."""
     found = {}
-    for name in ("onchip", *row["peers"]):
-        candidate = candidates[name]
+    for candidate in (candidates[name] for name in row["errors"]):
         inputs = tuple(map(candidate.layout, candidate.sets[0]))
-        if case.backward:
-            call = lambda inputs=inputs, x=candidate: x.differentiate(inputs)[1]()
-        else:
-            call = partial(candidate.forward, candidate.sets[0])
-        found[name] = (peak_extra_bytes(call, session.device)[0] or 0) / MB
+        job = peak.call(candidate.attend, inputs, case.backward)
+        found[candidate.name] = (peak_extra_bytes(job, session.device)[0] or 0) / peak.MB
     return found
 
 
@@ -192,11 +175,10 @@ def draw_latent(cell: LatentCell, device: torch.device) -> tuple[list[Inputs], D
     sets: list[Inputs] = []
     for seed in range(gpu.num_sets(num_pages * page_bytes, l2_bytes)):
         generator = torch.Generator(device).manual_seed(seed)
-        options: dict[str, Any] = {"generator": generator, "device": device}
-        draw = lambda *shape, **more: torch.randn(shape, dtype=torch.bfloat16, **more)
-        q = draw(cell.batch, 1, cell.num_heads, LATENT + ROPE, **options)
-        pages = draw(num_pages, cell.page_size, 1, LATENT + ROPE, **options)
-        order = torch.randperm(num_pages, **options).int()
+        draw = partial(torch.randn, generator=generator, device=device, dtype=torch.bfloat16)
+        q = draw(cell.batch, 1, cell.num_heads, LATENT + ROPE)
+        pages = draw(num_pages, cell.page_size, 1, LATENT + ROPE)
+        order = torch.randperm(num_pages, generator=generator, device=device).int()
         sets.append((q, pages, order.view(cell.batch, -1)))
     q, pages, table = sets[0]
     keys = [pages[table[b].long()].flatten(0, 1)[None] for b in range(min(CHECKED, cell.batch))]

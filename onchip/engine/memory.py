@@ -161,14 +161,18 @@ def _free_gpu_bytes(
 def _step_bytes(model: Model, limits: Limits, paging: Paging) -> int:
     """Memory of the largest step besides weights and pages, measured with everything torch
     reserves. The step has max_num_seqs prompts that fill the token budget, one of them with prompt
-    logprobs, and uses every option of the sampler.
+    logprobs, and uses every option of the sampler. With latent pages it runs again in company of a
+    sequence that began before: prompts then read their pages, which takes more or less memory.
     """
     device, count = model.device, limits.max_num_seqs
     length = max(1, min(limits.max_num_batched_tokens // count, limits.max_model_len - 2))
     pages = 3 + count * -(-(length + 2) // paging.page_size)
-    limits = replace(limits, max_queued_requests=count, max_queued_tokens=count * length)
-    with_earlier = min(count + 1, limits.max_num_batched_tokens)
-    limits = replace(limits, max_num_seqs=with_earlier)
+    limits = replace(
+        limits,
+        max_num_seqs=min(count + 1, limits.max_num_batched_tokens),
+        max_queued_requests=count,
+        max_queued_tokens=count * length,
+    )
     options = {
         **paging._asdict(),
         "prefix_caching": False,
@@ -180,7 +184,6 @@ def _step_bytes(model: Model, limits: Limits, paging: Paging) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         _run_prompts(engine, count, length)
         if model.cache_spec().latent:
-            # In a step with a sequence that began before, prompts read their pages.
             engine.add([0], _ALL_SAMPLING_OPTIONS)
             engine.step()
             _run_prompts(engine, count, length)

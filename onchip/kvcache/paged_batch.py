@@ -101,8 +101,7 @@ class PagedBatch(NamedTuple):
         """Whether the new tokens of each sequence are all of it, in a plain row: attention over
         them alone, in the precision of the call, is that over the pages.
         """
-        others = (self.shared, self.prefill, self.tree)
-        return self.is_fresh and all(x is None for x in others)
+        return self.is_fresh and self.prefill is None and self.tree is None
 
     @property
     def shape(self) -> BatchShape:

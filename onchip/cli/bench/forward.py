@@ -102,9 +102,14 @@ def other_rivals(
     session: Session, case: Case, sets: Sequence[Inputs], check: GpuAccuracyCheck
 ) -> list[GpuCandidate]:
     """FlashAttention-3 and 4 if they are installed, FlexAttention if the session has `flex`."""
+    return [*flash_rivals(session, case, sets, check), *flex_rivals(session, case, sets, check)]
+
+
+def flash_rivals(
+    session: Session, case: Case, sets: Sequence[Inputs], check: GpuAccuracyCheck
+) -> list[GpuCandidate]:
     makers = {"fa3": lambda: peers.fa3(causal=case.mask == "causal")}
-    flash = available(session, makers, sets, check) + fa4_rivals(session, case, sets, check)
-    return flash + flex_rivals(session, case, sets, check)
+    return available(session, makers, sets, check) + fa4_rivals(session, case, sets, check)
 
 
 def fa4_rivals(
@@ -117,8 +122,12 @@ def fa4_rivals(
 def flex_rivals(
     session: Session, case: Case, sets: Sequence[Inputs], check: GpuAccuracyCheck
 ) -> list[GpuCandidate]:
-    if not session.flex:
-        return []
+    return compile_flex(session, case, sets, check) if session.flex else []
+
+
+def compile_flex(
+    session: Session, case: Case, sets: Sequence[Inputs], check: GpuAccuracyCheck
+) -> list[GpuCandidate]:
     mod = (lambda b, h, q, k: q >= k) if case.mask == "causal" else None
     makers = {"flex": lambda: peers.flex(case.seqlen, mod, session.device)}
     return available(session, makers, sets, check)
