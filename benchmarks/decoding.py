@@ -343,17 +343,17 @@ def latency(setting: Setting) -> list[Row]:
 
 
 def step_latency(setting: Setting, *batches: int) -> list[Row]:
-    """A row for each batch with `fused_decode` ("fused") and without ("onchip")."""
+    """A row for each batch with `fused_decode` ("fused") and without ("unfused")."""
     roofline = Roofline.of(
         setting.model.config, setting.dtype.itemsize, copy_bytes_per_s(setting.device)
     )
     rows, plain_ms = [], {}
-    for name, is_fused in {"onchip": False, "fused": True}.items():
+    for name, is_fused in {"unfused": False, "fused": True}.items():
         with setting.llm(fused_decode=is_fused) as llm:
             for batch in batches:
                 row = _time_steps(setting, llm, name, batch, roofline)
                 plain = plain_ms.setdefault(batch, row["value"])
-                peers = {"peers": {"onchip": plain}, "best_peer": "onchip"}
+                peers = {"peers": {"unfused": plain}, "best_peer": "unfused"}
                 rows.append(row | (peers | {"ratio": plain / row["value"]} if is_fused else {}))
     return rows
 

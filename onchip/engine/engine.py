@@ -76,7 +76,7 @@ class ExecutionConfig:
     lockstep: bool = False
     cascade: str = "off"
     prefill_precision: str | None = None
-    fused_decode: bool = False
+    fused_decode: bool = True
 
 
 class Engine:

@@ -44,8 +44,8 @@ class LLM:
     graphs. disable_cascade_attn: False reads the pages that requests share once for all of them,
     where the cost model predicts that it saves time. prefill_precision: "fp8" computes the
     attention of long prompts in 8 bits, which changes outputs, "auto" where this is faster, None
-    never. fused_decode: True computes steps of up to 8 tokens with matrix products that include
-    the norm before them and the gate after them, on a GPU with native decoders; see docs/engine.md.
+    never. fused_decode: steps of up to 8 tokens have matrix products that include the norm before
+    them and the gate after them, on a GPU with native decoders; see docs/engine.md.
     num_pages: pages of the cache; None for as many as fit. speculative_config: a dict with the
     names of `SpeculativeConfig`; outputs do not change, see docs/engine.md.
 
@@ -76,7 +76,7 @@ class LLM:
         enforce_eager: bool = False,
         disable_cascade_attn: bool = True,
         prefill_precision: str | None = None,
-        fused_decode: bool = False,
+        fused_decode: bool = True,
         device: str | torch.device | None = None,
         num_pages: int | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,

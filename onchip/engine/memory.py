@@ -55,7 +55,7 @@ def device_pages(
     offloads: bool = False,
     cascade: str = "off",
     prefill_precision: str | None = None,
-    fused_decode: bool = False,
+    fused_decode: bool = True,
 ) -> int:
     """Pages for a cache: the part of `utilization` of a GPU's memory that is left, or a quarter of
     the free host memory, but never more than max_num_seqs sequences of max_model_len can fill.

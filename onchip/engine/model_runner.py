@@ -124,7 +124,7 @@ class ModelRunner:
         graphs: bool = True,
         cascade: str = "off",
         prefill_precision: str | None = None,
-        fused_decode: bool = False,
+        fused_decode: bool = True,
         drafts: TreeShape | None = None,
     ):
         self._model, self._cache, self._device = model, cache, cache.device

@@ -50,7 +50,7 @@ def test_a_share_of_the_tokens_of_a_draft_model_is_right(right):
 
 def test_latency(rows):
     found = rows("latency")
-    steps = [found["latency", name, batch] for name in ("onchip", "fused") for batch in (1, 8)]
+    steps = [found["latency", name, batch] for name in ("unfused", "fused") for batch in (1, 8)]
     assert all(row["unit"] == "ms" and 0 < row["roofline_share"] < 1 for row in steps)
     for plain, fused in zip(steps[:2], steps[2:], strict=True):
         assert plain["ratio"] is None

@@ -25,12 +25,12 @@ def test_the_option_reaches_the_products_of_steps(enabled, option):
         num_layers = llm.engine.model.config.num_layers
         llm.generate([[1, 2, 3], [4]], GREEDY)
         assert not products._is_fused.get()  # outside of steps
-    assert set(enabled) == {option.get("fused_decode", False)}
+    assert set(enabled) == {option.get("fused_decode", True)}
     assert len(enabled) >= 6 * 4 * num_layers
 
 
 def test_two_engines_of_one_model_differ(tiny, enabled):
-    with tiny.engine(fused_decode=True) as one, tiny.engine() as other:
+    with tiny.engine() as one, tiny.engine(fused_decode=False) as other:
         one.add([1, 2], GREEDY)
         other.add([1, 2], GREEDY)
         one.step()

@@ -124,7 +124,7 @@ def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
 )
 @click.option(
     "--fused-decode/--no-fused-decode",
-    default=False,
+    default=True,
     help="Steps of few tokens: norms and gates in one launch with matrix products, or apart.",
 )
 @speculative_config_option()
