@@ -275,7 +275,8 @@ def _explanation(
 ) -> Explanation:
     device = target.as_device if target else device_info(x.q.device)
     hardware = target or of_device(x.q.device)
-    chosen = plan(resolve_layout(problem, x), device, kernel)
+    problem = resolve_layout(problem, x)
+    chosen = plan(problem, device, kernel)
     launch, tuned_table = None, tuned.load(device)
     if hardware is not None:
         exactly = replace(hardware, name=device.name, capability=device.capability)
@@ -328,7 +329,7 @@ def _explain_paged(
     split = [] if kernel or target else paged.split_mixed_batch(problem, x)
     parts = tuple(_served(part.problem, part.x, plan(part.problem, whole.device)) for part in split)
     pages = _count_pages(problem, x, lengths, parts or (_served(problem, x, whole.plan),))
-    splits = whole.plan.backend.plan_splits(problem, x, lengths, target)
+    splits = whole.plan.backend.plan_splits(whole.problem, x, lengths, target)
     model = prefixes.costs(x.q, x.k, x.v, target)
     if shared is None and pages.distinct < pages.read and _cascades(problem):
         shared = _plan(problem, x, lengths, model)

@@ -136,7 +136,10 @@ SCORE_OPTIONS = ("softmax_scale", "softcap")
 # declared in Backend.precisions, with its values. precise_delta is computed outside of backends. A
 # backend may ignore the others: they change no result.
 UNDECLARED = frozenset(
-    ("precision", "precise_delta", "return_lse", "sm_partition", "aligned", "uniform_lengths")
+    (
+        *("precision", "precise_delta", "return_lse", "sm_partition"),
+        *("aligned", "uniform_lengths", "latent"),
+    )
 )
 
 
@@ -183,6 +186,7 @@ class Problem(NamedTuple):
     # larger call.
     aligned: bool = True  # see is_aligned
     uniform_lengths: bool = False  # see has_uniform_lengths
+    latent: bool = False  # see keys_hold_values
     first_head: int = 0  # number of the first head within the larger call: dropout depends on it
     wide_grads: bool = False  # return the gradients of 16-bit tensors unrounded, in fp32
 
@@ -290,8 +294,8 @@ class Problem(NamedTuple):
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of one value of one head, with the scale of 8-bit pages."""
-        return self._stored_bytes(self.head_dim_v)
+        """Bytes of one value of one head, with the scale of 8-bit pages; 0 if the key holds it."""
+        return 0 if self.latent else self._stored_bytes(self.head_dim_v)
 
     def _stored_bytes(self, dim: int) -> int:
         if self.page_dtype is None:
@@ -355,9 +359,12 @@ def has_uniform_lengths(problem: Problem, x: Tensors) -> bool:
 
 
 def resolve_layout(problem: Problem, x: Tensors) -> Problem:
-    """Set `aligned` and `uniform_lengths` from tensors on a GPU, for dispatch. No other code calls
-    this, because under torch.compile lengths may be SymInts, and comparing them would add guards.
+    """Set `latent`, and on a GPU `aligned` and `uniform_lengths`, from the tensors, for dispatch.
+    No other code calls this, because under torch.compile lengths may be SymInts, and comparing
+    them would add guards.
     """
+    if problem.page_size and keys_hold_values(x):
+        problem = problem._replace(latent=True)
     if not x.q.is_cuda:
         return problem
     aligned, uniform_lengths = is_aligned(x), has_uniform_lengths(problem, x)

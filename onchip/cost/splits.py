@@ -36,13 +36,11 @@ class TileWork(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, tile_m: int, tile_n: int) -> "TileWork":
         """tile_m: rows, queries x heads of a group."""
-        dims, stored = problem.head_dim + problem.head_dim_v, problem.page_dtype or problem.dtype
-        scales = 0 if problem.page_dtype is None else 8  # bytes, for a key and its value
         rows = min(problem.seqlen_q * problem.group_size, tile_m)
         return cls(
             problem.num_kv_heads,
-            tile_n * (dims * stored.itemsize + scales),
-            2 * tile_m * tile_n * dims,
+            tile_n * problem.key_bytes,
+            2 * tile_m * tile_n * (problem.head_dim + problem.head_dim_v),
             4 * rows * (problem.head_dim_v + 1),
             problem.dtype,
         )
@@ -111,9 +109,9 @@ def _longest_processor(parts: Sequence[SplitTiles], num_kv_heads: int, processor
     return max(longest, work / processors + longest / 2)
 
 
-def units_for_waves(waves: int, num_kv_heads: int, processors: int) -> int:
+def units_for_waves(waves: float, num_kv_heads: int, processors: int) -> int:
     """Units (programs of one kv head) that give every processor `waves` programs."""
-    return max(1, waves * processors // num_kv_heads)
+    return max(1, int(waves * processors) // num_kv_heads)
 
 
 def split_evenly(part: SplitTiles, units: int | None, least: int) -> SplitTiles:
@@ -143,12 +141,20 @@ def choose(tiles: TileWork, part: SplitTiles, least: int, hardware: Hardware) ->
 
 @lru_cache(maxsize=4096)
 def choose_for_unknown_lengths(
-    tiles: TileWork, part: SplitTiles, least: int, hardware: Hardware
+    tiles: TileWork,
+    part: SplitTiles,
+    least: int,
+    hardware: Hardware,
+    waves: tuple[float, ...] = (SPLIT_WAVES,),
 ) -> int | None:
     """The same if the lengths are only on the device, at most part.tiles: the device splits by the
-    real lengths, for SPLIT_WAVES programs on every processor. None if splits and merge would take
-    longer even for a single sequence of that length: more sequences only fill processors.
+    real lengths. waves: programs on every processor, of which those are chosen that are best if all
+    sequences have that length. None if splits and merge would take longer even for a single
+    sequence of that length: more sequences only fill processors.
     """
-    units = units_for_waves(SPLIT_WAVES, tiles.num_kv_heads, hardware.processors)
+    units = min(
+        (units_for_waves(n, tiles.num_kv_heads, hardware.processors) for n in waves),
+        key=lambda n: predict_seconds(tiles, part, n, least, hardware),
+    )
     single = part._replace(number=1)
     return min((None, units), key=lambda n: predict_seconds(tiles, single, n, least, hardware))

@@ -763,6 +763,14 @@ def hopper_decode_programs(problem: Problem) -> int:
     return 1 if problem.page_dtype is None else HOPPER_DECODE_KV8_PROGRAMS
 
 
+# Latent pages: columns of keys and of values, and the tile of queries and keys of a program.
+HOPPER_LATENT = (576, 512)
+HOPPER_LATENT_TILE = TritonConfig(64, 64, 12, 2)
+# Programs per processor if sequences are split. One fills the shared memory of a processor. A few
+# less, so that as many sequences as there are processors, or nearly, are not cut in two.
+HOPPER_LATENT_WAVES = (0.95, 2, 3)
+
+
 class HopperBackwardConfig(NamedTuple):
     """A producer warp, a storing warp and two consumer warpgroups of 64 keys each. dq leaves in
     parts of 64 queries, one of each consumer for a tile (dq_part_columns). There are at most five

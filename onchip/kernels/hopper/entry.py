@@ -3,6 +3,7 @@
 This file decides; it imports Triton at the first call that runs here:
 
     precision "fp8", "int8" ...   launch_8bit
+    latent pages                  launch_latent   keys of 576 columns, 512 of which are the values
     few queries, many keys        launch_decode   the keys are split over programs
     everything else               launch          forward, and forward_into for a ring's rounds
     gradients                     launch_backward
@@ -24,6 +25,9 @@ from onchip.kernels.tiles import (
     HOPPER_DECODE_ROWS,
     HOPPER_FEW,
     HOPPER_FP8_KEYS,
+    HOPPER_LATENT,
+    HOPPER_LATENT_TILE,
+    HOPPER_LATENT_WAVES,
     HOPPER_PAGE_SIZES,
     HOPPER_PAGED_ROWS,
     HOPPER_TILE_ROWS,
@@ -54,7 +58,7 @@ class HopperBackend(Backend):
             return f"takes bfloat16 and float16, not {problem.dtype}"
         if problem.softmax_scale <= 0:
             return "has no softmax_scale <= 0"
-        if problem.widest > HOPPER_WIDTHS[-1]:
+        if problem.widest > HOPPER_WIDTHS[-1] and not is_latent(problem):
             dims = f"{problem.head_dim} and {problem.head_dim_v}"
             return f"has tiles of up to {HOPPER_WIDTHS[-1]} columns, not for head dims {dims}"
         if problem.precision is not None:
@@ -74,7 +78,8 @@ class HopperBackend(Backend):
         tile half empty.
         """
         if (
-            splits_keys(problem)
+            is_latent(problem)
+            or splits_keys(problem)
             or problem.sm_partition is not None
             or problem.precision is not None
         ):
@@ -94,6 +99,8 @@ class HopperBackend(Backend):
     def forward(self, problem, x):
         if problem.precision is not None:
             from onchip.kernels.hopper.launch_8bit import forward as launch
+        elif problem.widest > HOPPER_WIDTHS[-1]:
+            from onchip.kernels.hopper.launch_latent import attend as launch
         elif splits_keys(problem):
             from onchip.kernels.hopper.launch_decode import decode as launch
         else:
@@ -144,7 +151,8 @@ class HopperBackend(Backend):
 
     def describe_launch(self, problem: Problem, hardware: Hardware) -> str | None:
         """None for the other kernels. The tiles of a mask depend on its strips."""
-        if splits_keys(problem) or problem.has_mask or problem.precision is not None:
+        splits = splits_keys(problem) or is_latent(problem)
+        if splits or problem.has_mask or problem.precision is not None:
             return None
         return describe_tiles(problem, hardware.processors)
 
@@ -155,14 +163,29 @@ class HopperBackend(Backend):
         lengths: Sequence[tuple[int, int]],
         hardware: Hardware | None = None,
     ) -> KeySplits | None:
+        hardware = hardware or planned_for(x.q.device)
+        if is_latent(problem):
+            from onchip.kernels.triton.key_splits import describe_splits
+
+            tile, waves = HOPPER_LATENT_TILE, HOPPER_LATENT_WAVES
+            return describe_splits(problem, tile, x.q.shape[-3], lengths, hardware, waves)
         if not splits_keys(problem):
             return None
         from onchip.kernels.hopper.key_splits import plan_ranges
 
-        return plan_ranges(problem, lengths, hardware or planned_for(x.q.device))
+        return plan_ranges(problem, lengths, hardware)
 
 
 backend = HopperBackend()
+
+
+def is_latent(problem: Problem) -> bool:
+    """Whether keys of 576 columns hold values of 512 in the same memory, as in multi-head latent
+    attention. Deterministic calls go to triton: see splits_keys.
+    """
+    dims = problem.head_dim, problem.head_dim_v
+    special = problem.deterministic or problem.precision or problem.page_dtype
+    return problem.latent and dims == HOPPER_LATENT and not special
 
 
 def splits_keys(problem: Problem) -> bool:

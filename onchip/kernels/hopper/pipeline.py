@@ -157,15 +157,23 @@ class Pipeline:
         _load(desc, coord, full, linked.smem.index(i % self.num_stages))
 
     @gluon.jit
-    def expect_parts(self, i, desc, parts: gl.constexpr):
-        """Producer: `parts` calls of load_part will fill iteration i."""
-        mbarrier.expect(self.full.index(i % self.num_stages), desc.block_type.nbytes * parts)
+    def expect_parts(self, i, desc, parts: gl.constexpr, linked_bytes: gl.constexpr = 0):
+        """Producer: `parts` calls of load_part will fill iteration i. linked_bytes: for each of
+        them, of the parts that load_linked_part loads under the same barrier.
+        """
+        nbytes: gl.constexpr = desc.block_type.nbytes + linked_bytes
+        mbarrier.expect(self.full.index(i % self.num_stages), nbytes * parts)
 
     @gluon.jit
     def load_part(self, i, desc, coord, part: gl.constexpr):
         """Producer: load one of several equal parts of the rows of iteration i."""
+        self.load_linked_part(i, desc, coord, part, self)
+
+    @gluon.jit
+    def load_linked_part(self, i, desc, coord, part: gl.constexpr, linked):
+        """Producer: load_part of `linked`, LinkedStages of this pipeline."""
         rows: gl.constexpr = desc.block_shape[-2]
-        stage = self.smem.index(i % self.num_stages)
+        stage = linked.smem.index(i % self.num_stages)
         part_of_stage = stage.slice(part * rows, rows, len(stage.shape) - 2)
         _load(desc, coord, self.full.index(i % self.num_stages), part_of_stage)
 
@@ -249,8 +257,8 @@ class LinkedStages:
 
 
 @gluon.jit
-def make_linked_stages(desc, num_stages: gl.constexpr):
-    shape: gl.constexpr = [num_stages] + desc.block_shape
+def make_linked_stages(desc, num_stages: gl.constexpr, parts: gl.constexpr = 1):
+    shape: gl.constexpr = _stage_shape(num_stages, desc.block_shape, parts)
     return LinkedStages(gl.allocate_shared_memory(desc.dtype, shape, desc.layout), num_stages)
 
 
@@ -552,6 +560,36 @@ class TileExchange:
 def make_tile_exchange(dtype: gl.constexpr, rows: gl.constexpr, cols: gl.constexpr):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, cols], dtype)
     return TileExchange(gl.allocate_shared_memory(dtype, [3, rows, cols], layout))
+
+
+@aggregate
+class RowExchange:
+    """One fp32 number of each row, between two consumers: each writes its own and reads the
+    other's. Two buffers in turns: a consumer writes one of them again when the other has read it,
+    because it has come to the next exchange.
+    """
+
+    smem: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def swap(self, i, value, me: gl.constexpr):
+        """The other consumer's value of exchange i."""
+        buffer = i % 2
+        self.smem.index(2 * buffer + me).store(value)
+        _named_barrier("sync", STORE_BARRIER, 256)
+        return self.smem.index(2 * buffer + 1 - me).load(value.type.layout)
+
+
+@gluon.jit
+def make_row_exchange(rows: gl.constexpr):
+    return RowExchange(gl.allocate_shared_memory(gl.float32, [4, rows], _PLAIN))
+
+
+@gluon.jit
+def sync_consumers():
+    """Wait until both consumers have written what their products read from shared memory."""
+    fence_async_shared()
+    _named_barrier("sync", STORE_BARRIER + 1, 256)
 
 
 @gluon.jit

@@ -2,9 +2,10 @@
 call, without running the kernels' host code.
 
 Two calls match if they have the same problem and tensors of the same shapes, strides, dtypes and
-alignment on the same device: the host code of a kernel depends on nothing else. The second matching
-call is recorded while it runs: its allocations (by a dispatch mode) and its launches (by
-`observe_launches`). From the third on, matching calls are replayed.
+alignment on the same device, and both or neither have pages of keys that hold the values: the host
+code of a kernel depends on nothing else. The second matching call is recorded while it runs: its
+allocations (by a dispatch mode) and its launches (by `observe_launches`). From the third on,
+matching calls are replayed.
 
 A call is recordable if
 - it runs no other torch operation than allocations and views;
@@ -82,7 +83,9 @@ def replay_or_run(
     tensors = [t for t in (*x[:-1], *saved) if t is not None]
     addresses = [t.data_ptr() for t in tensors]
     layout = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors] if saved else ()
-    key = (compute, kernel, len(tensors), *layout, *[address & 15 for address in addresses])
+    # A kernel of pages may read the values where the keys are.
+    latent = x.page_table is not None and addresses[1] == addresses[2]
+    key = (compute, kernel, latent, len(tensors), *layout, *[a & 15 for a in addresses])
     recording = call.cache.get(key)
     if isinstance(recording, Recording) and not raw_launch.runtime().is_hooked:
         return recording.replay(x.q, addresses)

@@ -43,6 +43,7 @@ from onchip.kernels.tiles import (
     DECODE_ROWS,
     FIXED_KEYS,
     SPLIT_KEYS,
+    SPLIT_WAVES,
     TRITON_COLUMNS,
     TRITON_SHORT_KEYS,
     TritonConfig,
@@ -419,7 +420,7 @@ def decode(problem: Problem, x: Tensors, args: LaunchArgs) -> Result:
     hardware = machine(out.device)
     config = choose_config(problem, args, hardware.processors)
     launch = plan_launch(problem, out.shape[-3], config, hardware)
-    scratch = _scratch(launch, problem, out)
+    scratch = make_scratch(launch, problem, out)
     sinks, options = make_contiguous(x.sinks), dependent_options(config, args.use.capability)
     table, tree = _page_table(x), _tree_mask(x)
     _decode_kernel[(launch.num_units * problem.num_kv_heads,)](
@@ -434,15 +435,28 @@ def decode(problem: Problem, x: Tensors, args: LaunchArgs) -> Result:
         TILE_M=config.tile_m, TILE_N=config.tile_n,
         **_kv8_format(problem, args), **options,
     )  # fmt: skip
+    merge_splits(args, launch, scratch, sinks, result)
+    return result
+
+
+def merge_splits(
+    args: LaunchArgs,
+    launch: SplitLaunch,
+    scratch: tuple[Tensor | None, ...],
+    sinks: Tensor | None,
+    result: Result,
+) -> None:
+    """Merge the states of splits, if there are any, into the result."""
     if launch.num_records:
         config = args.config("merge")
-        _merge_kernel[(launch.num_records * problem.num_kv_heads * launch.part_rows,)](
-            *scratch, sinks, out, lse,
+        num_heads, group_size = args.scalars[:2]
+        rows = launch.num_records * num_heads // group_size * launch.part_rows
+        _merge_kernel[(rows,)](
+            *scratch, sinks, result.out, result.lse,
             *args.scalars[:3], launch.part_rows,
             HEAD_DIM_V=args.dims[1], PAD_DIM_V=args.dims[5], TILE_S=config.tile_n,
             **dependent_options(config, args.use.capability),
         )  # fmt: skip
-    return result
 
 
 def choose_config(problem: Problem, args: LaunchArgs, processors: int) -> TritonConfig:
@@ -474,9 +488,15 @@ def _tile_row(problem: Problem, processors: int) -> str:
 
 
 def plan_launch(
-    problem: Problem, total_q: int, config: TritonConfig, hardware: Hardware
+    problem: Problem,
+    total_q: int,
+    config: TritonConfig,
+    hardware: Hardware,
+    waves: tuple[float, ...] = (SPLIT_WAVES,),
 ) -> SplitLaunch:
-    """Sizes of the launch from upper bounds: the host does not read the lengths from the device."""
+    """Sizes of the launch from upper bounds: the host does not read the lengths from the device.
+    waves: see choose_for_unknown_lengths.
+    """
     rows = problem.seqlen_q * problem.group_size
     tiles_q = problem.batch * triton.cdiv(rows, config.tile_m)
     if problem.packed:
@@ -487,7 +507,7 @@ def plan_launch(
         return unsplit
     if problem.deterministic:
         return _split_fixed(problem, config, unsplit)
-    return _split_evenly(problem, config, unsplit, hardware)
+    return _split_evenly(problem, config, unsplit, hardware, waves)
 
 
 def _split_fixed(problem: Problem, config: TritonConfig, unsplit: SplitLaunch) -> SplitLaunch:
@@ -502,7 +522,11 @@ def _split_fixed(problem: Problem, config: TritonConfig, unsplit: SplitLaunch) -
 
 
 def _split_evenly(
-    problem: Problem, config: TritonConfig, unsplit: SplitLaunch, hardware: Hardware
+    problem: Problem,
+    config: TritonConfig,
+    unsplit: SplitLaunch,
+    hardware: Hardware,
+    waves: tuple[float, ...],
 ) -> SplitLaunch:
     """Splits of at most W / U tiles, if all sequences together have W tiles for U units; the cost
     model chooses U. So the sequences need U units plus one per tile of queries, and a split
@@ -510,10 +534,11 @@ def _split_evenly(
     """
     tiles, tiles_q = triton.cdiv(problem.seqlen_k, config.tile_n), unsplit.num_units
     least = max(1, SPLIT_KEYS // config.tile_n)
-    choose_units = choose_for_unknown_lengths if problem.packed or problem.page_size else choose
-    units = choose_units(
-        TileWork.of(problem, *config[:2]), SplitTiles(tiles_q, tiles), least, hardware
-    )
+    work, part = TileWork.of(problem, *config[:2]), SplitTiles(tiles_q, tiles)
+    if problem.packed or problem.page_size:
+        units = choose_for_unknown_lengths(work, part, least, hardware, waves)
+    else:
+        units = choose(work, part, least, hardware)
     if units is None:
         return unsplit
     num_units = min(units + tiles_q, tiles_q * triton.cdiv(tiles, least))
@@ -521,7 +546,7 @@ def _split_evenly(
     return SplitLaunch(num_units, slots, records, unsplit.part_rows, (units, least, None))
 
 
-def _scratch(launch: SplitLaunch, problem: Problem, out: Tensor) -> tuple[Tensor | None, ...]:
+def make_scratch(launch: SplitLaunch, problem: Problem, out: Tensor) -> tuple[Tensor | None, ...]:
     """(out, lse in log2 units, records) of the splits, all None without splits."""
     if not launch.num_slots:
         return None, None, None

@@ -8,6 +8,7 @@ from onchip.core.backend import KeySplits
 from onchip.core.problem import Problem, Tensors
 from onchip.cost.hardware import Hardware
 from onchip.cost.splits import SplitTiles, TileWork, count_key_tiles, even_splits, seconds
+from onchip.kernels.tiles import SPLIT_WAVES, TritonConfig
 
 
 def plan_splits(
@@ -20,7 +21,21 @@ def plan_splits(
         return None
     hardware = hardware or decode.machine(x.q.device)
     config = decode.choose_config(problem, launch.LaunchArgs.of(problem, x), hardware.processors)
-    launched = decode.plan_launch(problem, x.q.shape[-3], config, hardware)
+    return describe_splits(problem, config, x.q.shape[-3], lengths, hardware)
+
+
+def describe_splits(
+    problem: Problem,
+    config: TritonConfig,
+    total_q: int,
+    lengths: Sequence[tuple[int, int]],
+    hardware: Hardware,
+    waves: tuple[float, ...] = (SPLIT_WAVES,),
+) -> KeySplits:
+    """The plan of a kernel with tiles of config.tile_m rows and config.tile_n keys."""
+    from onchip.kernels.triton import decode
+
+    launched = decode.plan_launch(problem, total_q, config, hardware, waves)
     tiles_q = [-(-seqlen_q * problem.group_size // config.tile_m) for seqlen_q, _ in lengths]
     tiles = count_key_tiles(problem, lengths, config.tile_n)
     counts = count_splits(launched.cut, tiles_q, tiles)

@@ -489,17 +489,22 @@ def _one_by_one(loop: list[str]) -> bool:
 
 
 def _check(machine: Machine, variant: Variant, most_registers: int) -> None:
-    allowed = variant.spills[0 if triton.__version__.startswith("3.6") else 1]
-    for loop in machine.loops:
-        spilled = _spills(loop)
-        assert spilled <= allowed * len(loop), f"{spilled} of {len(loop)} instructions are spills"
-        assert not _one_by_one(loop), "each instruction of a product waits for the last"
-    assert len(machine.loops) >= 2  # every consumer has one
+    _check_loops(machine, variant.spills)
     assert machine.shared <= SHARED_BYTES
     assert machine.registers <= most_registers
     assert machine.has(*MATRIX_PRODUCTS[:3]) and machine.has("UTMALDG")
     stores = ("STG",) if "out_dtype" in variant.options else ("UTMASTG", "UTMAREDG")
     assert machine.has(*stores)
+
+
+def _check_loops(machine: Machine, spills: tuple[float, float]) -> None:
+    """spills: see Variant."""
+    allowed = spills[0 if triton.__version__.startswith("3.6") else 1]
+    for loop in machine.loops:
+        spilled = _spills(loop)
+        assert spilled <= allowed * len(loop), f"{spilled} of {len(loop)} instructions are spills"
+        assert not _one_by_one(loop), "each instruction of a product waits for the last"
+    assert len(machine.loops) >= 2  # every consumer has one
 
 
 def _starts_early(machine: Machine, options: dict) -> None:
@@ -906,3 +911,41 @@ def test_addresses_that_a_loop_without_iterations_does_not_set(skips, doubtful):
     )  # fmt: skip
     addresses = _doubtful_addresses("\n".join(f"/*{at:04x}*/ {text} ;" for at, text in lines))
     assert [f"{x.split()[0]:>04}" for x in addresses] == doubtful
+
+
+LATENT = [
+    {"lengths": (1, 40000)},
+    {"lengths": (1, 300)},
+    {"lengths": (1, 300), "num_heads": 16, "page_size": 16},
+    {"lengths": (3, 40000), "causal": True, "sinks": True, "softcap": 5.0, "dtype": FP16},
+    {"lengths": (40, 900), "packed": True, "causal": True, "window_size": (255, 0)},
+]
+
+
+@pytest.mark.parametrize("options", LATENT, ids=range(len(LATENT)))
+def test_latent_pages_stay_in_registers(launches, tmp_path, options):
+    from onchip.kernels.hopper.launch_latent import attend
+
+    problem, x = _pose_latent(**options)
+    attend(problem, x)
+    machine = _compile(*launches[0], tmp_path)
+    _check_loops(machine, (0.0, 0.01))
+    assert machine.shared <= SHARED_BYTES and machine.has("HGMMA") and machine.has("UTMALDG")
+
+
+def _pose_latent(
+    lengths, num_heads=128, page_size=64, dtype=BF16, packed=False, sinks=False, **options
+):
+    seqlen_q, seqlen_k = lengths
+    q, k, _ = ot.make_qkv(2, seqlen_q, seqlen_k, num_heads=num_heads, num_kv_heads=1, head_dim=576,
+                          head_dim_v=512, dtype=dtype)  # fmt: skip
+    offsets = torch.tensor([0, seqlen_k, 2 * seqlen_k], dtype=torch.int32)
+    keys = k.flatten(0, 1)
+    k_pages, _, table, seqlens = ot.make_pages(keys, keys, offsets, page_size)
+    x = Tensors(q, k_pages, k_pages[..., :512], page_table=table, cache_seqlens=seqlens)
+    if sinks:
+        x = x._replace(sinks=torch.zeros(num_heads))
+    if packed:
+        cu_seqlens = torch.tensor([0, seqlen_q, 2 * seqlen_q], dtype=torch.int32)
+        x = x._replace(q=q.flatten(0, 1), cu_seqlens_q=cu_seqlens)
+    return paged.describe(x, Options(**options), seqlen_q if packed else None), x
