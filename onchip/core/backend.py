@@ -170,6 +170,11 @@ class Backend(ABC):
         """
         return type(self).tangents is not Backend.tangents
 
+    @property
+    def has_second_order(self) -> bool:
+        """Whether the subclass defines `tangent_gradients`, and with them second derivatives."""
+        return type(self).tangent_gradients is not Backend.tangent_gradients
+
     @abstractmethod
     def supports(self, problem: Problem, device: DeviceInfo) -> str | None:
         """None if this backend computes the problem on the device, else the reason as a sentence.
@@ -212,6 +217,15 @@ class Backend(ABC):
         and dtypes of out and lse. A row without keys has zeros.
         """
         raise UnsupportedError(f"{type(self).__name__} has no forward mode")
+
+    def tangent_gradients(
+        self, problem: Problem, x: Tensors, dx: Tangents, dout: Tensor, dlse: Tensor | None
+    ) -> Grads:
+        """Compute the gradients, with respect to x, of the tangents of out and lse in the direction
+        dx, from dout and dlse, the gradients of these tangents (dlse: None for zero). Called for
+        problems that `supports_tangents` does not refuse. All second derivatives follow from it.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has no second derivatives")
 
     def resolve_precision(self, problem: Problem) -> str | None:
         """What precision="auto" means for this problem: one of `precisions` that saves time here,

@@ -1,6 +1,6 @@
-"""The derivatives of attention: first order, in reverse mode and, on the CPU, in forward mode.
-Second derivatives, other calls in forward mode and unsupported transforms raise UnsupportedError
-here. Otherwise torch would return zeros, which look like a result.
+"""The derivatives of attention: first order in reverse mode, and on the CPU also in forward mode
+and second order. Third derivatives, all other calls and unsupported transforms raise
+UnsupportedError here. Otherwise torch would return zeros, which look like a result.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,14 @@ from torch.autograd.function import _SingleLevelFunction
 
 from onchip.core.problem import UnsupportedError
 
-SECOND = (
-    "second derivatives of attention are not served yet: neither a double backward"
-    " (create_graph=True) nor torch.func.hessian, nor jvp, hvp, vhp and hessian of"
-    " torch.autograd.functional, nor a gradient or a jvp of torch.func.jvp"
+_NO_SECOND_ORDER = (
+    "second derivatives of attention (create_graph=True, torch.func.hessian, hvp, a gradient of jvp"
+    " or a jvp of a gradient) are not served for this call{}: attention and varlen_attention have"
+    " them on the CPU, without dropout, statistics, precision, precise_delta and DTensors"
+)
+_NO_THIRD_ORDER = (
+    "third derivatives of attention are not served, nor a jvp of a jvp (jacfwd of jacfwd): take"
+    " second derivatives in reverse mode, or as torch.func.hessian does, a jvp of a gradient"
 )
 _NO_FORWARD_MODE = (
     "forward-mode derivatives (torch.func.jvp, jacfwd and linearize, dual tensors of"
@@ -64,7 +68,17 @@ def no_forward_mode(reason: str = "") -> UnsupportedError:
 
 def refuse_second_order(ctx: Any, *grad_outputs: Any) -> NoReturn:
     """The `backward` and `jvp` of an autograd.Function that computes derivatives itself."""
-    raise UnsupportedError(SECOND)
+    raise no_second_order()
+
+
+def no_second_order(reason: str = "") -> UnsupportedError:
+    """The error for a call whose derivative is differentiated again."""
+    return UnsupportedError(_NO_SECOND_ORDER.format(f" ({reason})" * bool(reason)))
+
+
+def refuse_third_order(ctx: Any, *grad_outputs: Any) -> NoReturn:
+    """The `backward` and `jvp` of second derivatives, and the `jvp` of tangents."""
+    raise UnsupportedError(_NO_THIRD_ORDER)
 
 
 def check_no_tangents(name: str) -> None:

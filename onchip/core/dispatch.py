@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from onchip.core.backend import Backend, lacks
 from onchip.core.call_cache import clear_call_cache
-from onchip.core.derivatives import no_forward_mode
+from onchip.core.derivatives import no_forward_mode, no_second_order
 from onchip.core.device import DeviceInfo
 from onchip.core.problem import UNDECLARED, Problem, UnsupportedError
 from onchip.kernels import tuned
@@ -134,6 +134,28 @@ def find_tangents(problem: Problem, device: DeviceInfo, kernel: str | None = Non
     """The backend that computes the tangents of a call: `kernel`, or the first that can. It may be
     another than that of the forward, as for a backward.
     """
+    found, reasons = _find_differentiable(problem, device, kernel, False)
+    if found is None:
+        raise no_forward_mode(reasons)
+    return found
+
+
+def find_second_order(problem: Problem, device: DeviceInfo, kernel: str | None = None) -> Backend:
+    """The backend that computes the second derivatives of a call: `kernel`, or the first that
+    can.
+    """
+    found, reasons = _find_differentiable(problem, device, kernel, True)
+    if found is None:
+        raise no_second_order(reasons)
+    return found
+
+
+def _find_differentiable(
+    problem: Problem, device: DeviceInfo, kernel: str | None, second: bool
+) -> tuple[Backend | None, str]:
+    """The backend that computes tangents, and if `second` their gradients; else None and the
+    reasons.
+    """
     if kernel is not None:
         _check_registered("kernel", kernel)
     reasons = []
@@ -142,11 +164,11 @@ def find_tangents(problem: Problem, device: DeviceInfo, kernel: str | None = Non
         refusal = find_refusal(backend, problem, device) or backend.supports_tangents(
             problem, device
         )
-        if refusal is None:
-            return backend
+        if refusal is None and (backend.has_second_order or not second):
+            return backend, ""
         if kernel is not None or backend.has_tangents:
-            reasons.append(f"{name} {refusal}")
-    raise no_forward_mode("; ".join(reasons))
+            reasons.append(f"{name} {refusal or 'has no second derivatives'}")
+    return None, "; ".join(reasons)
 
 
 def resolve_precision(problem: Problem, device: DeviceInfo) -> str | None:

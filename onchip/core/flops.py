@@ -34,6 +34,16 @@ def tangents_flops(problem: Problem, x: Tensors, dx: Tangents) -> int:
     return 2 * _pairs(problem, x) * (products * problem.head_dim + products_v * problem.head_dim_v)
 
 
+def tangent_gradients_flops(problem: Problem, x: Tensors, dx: Tangents) -> int:
+    """The products of the tangents, then those of the backward with the scores and their tangents
+    recomputed, dout dv^T, and the shares of dk in dq and of dq in dk.
+    """
+    products = 3 + 2 * ((dx.q is not None) + (dx.k is not None))
+    products_v = 2 + (dx.v is not None)
+    again = products * problem.head_dim + products_v * problem.head_dim_v
+    return tangents_flops(problem, x, dx) + 2 * _pairs(problem, x) * again
+
+
 def _pairs(problem: Problem, x: Tensors) -> int:
     """Pairs over all sequences and heads. Lengths without values (fake and meta tensors): as if
     every sequence had the maximum length, which for pages is a full row of the page table.

@@ -4,6 +4,8 @@
     with grad    attend -> _attend_with_grad -> _EagerAttention -> run, run_backward
     traced       attend -> onchip::attention -> _attention_autograd -> onchip::forward -> run
     tangents     as traced, then _TracedAttention.jvp -> onchip::tangents -> run_tangents
+    second       create_graph: backward -> onchip::gradients, differentiated by _TracedGradients:
+                 onchip::tangents and onchip::tangent_gradients -> run_tangent_gradients
 
 The custom ops exist for torch.compile, export, torch.func and autograd tracing. An eager call skips
 them.
@@ -45,15 +47,17 @@ from onchip.core.derivatives import (
     check_unmapped,
     first_order,
     is_recorded,
+    no_second_order,
     refuse_forward_mode,
-    refuse_second_order,
+    refuse_third_order,
 )
 from onchip.core.device import device_info
-from onchip.core.dispatch import find_tangents, plan
+from onchip.core.dispatch import find_second_order, find_tangents, plan
 from onchip.core.flops import (
     backward_flops,
     forward_flops,
     register_flop_formulas,
+    tangent_gradients_flops,
     tangents_flops,
 )
 from onchip.core.problem import (
@@ -192,19 +196,28 @@ class _EagerAttention(torch.autograd.Function):
         return out, lse, *stats
 
     @staticmethod
-    @first_order
-    def backward(ctx, dout, dlse, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
-        call, mask, kernel = ctx.call
-        *tensors, out, lse, residual = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * (3 + len(_DIFFERENTIABLE))
-        dout = torch.zeros_like(out) if dout is None else dout
-        dlse = dlse if residual is None else with_residual(dlse, residual, dout)
-        x = Tensors(*tensors, mask=mask)
-        grads = _gradients(call, x, kernel, (out, lse, dout, dlse))
-        return None, None, None, *grads
+    def backward(ctx, *grads):
+        has_residual = ctx.call[0].problem.precise_delta
+        return (_first_eager_backward if has_residual else _eager_backward)(ctx, *grads)
 
     jvp = staticmethod(refuse_forward_mode)
+
+
+def _eager_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple:
+    """The `backward` of _EagerAttention."""
+    check_unmapped(dout, dlse)
+    call, mask, kernel = ctx.call
+    *tensors, out, lse, residual = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * (3 + len(_DIFFERENTIABLE))
+    dout = torch.zeros_like(out) if dout is None else dout
+    dlse = dlse if residual is None else with_residual(dlse, residual, dout)
+    x = Tensors(*tensors, mask=mask)
+    grads = _gradients(call, x, kernel, (out, lse, dout, dlse))
+    return None, None, None, *grads
+
+
+_first_eager_backward = first_order(_eager_backward)
 
 
 class _TracedAttention(SingleLevel):
@@ -217,6 +230,7 @@ class _TracedAttention(SingleLevel):
         if precise_delta:
             out, residual = torch.ops.onchip.split(out, args[0].dtype)
         ctx.scalars, ctx.out_dtype = args[_NUM_TENSORS:_END], out.dtype
+        ctx.has_residual = residual is not None
         ctx.save_for_backward(*args[:_NUM_TENSORS], *mask, out, lse, residual)
         ctx.save_for_forward(*args[:_NUM_TENSORS], *mask)
         ctx.set_materialize_grads(False)
@@ -224,20 +238,8 @@ class _TracedAttention(SingleLevel):
         return out, lse, stats
 
     @staticmethod
-    def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
-        check_unmapped(dout, dlse)
-        *inputs, out, lse, residual = ctx.saved_tensors
-        tensors, mask = inputs[:_NUM_TENSORS], inputs[_NUM_TENSORS:]
-        grads: list[Tensor | None] = [None] * (_END + len(mask))
-        if dout is None and dlse is None:
-            return None, None, *grads
-        dout = torch.zeros_like(out) if dout is None else dout
-        dlse = dlse if residual is None else with_residual(dlse, residual, dout)
-        computed = _GRADIENTS(dout, dlse, out, lse, *tensors, *ctx.scalars, mask)
-        for index, grad in zip(_DIFFERENTIABLE, computed, strict=True):
-            if tensors[index] is not None:
-                grads[index] = grad
-        return None, None, *grads
+    def backward(ctx, *grads):
+        return (_first_traced_backward if ctx.has_residual else _traced_backward)(ctx, *grads)
 
     @staticmethod
     def jvp(ctx, *tangents):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -249,15 +251,198 @@ class _TracedAttention(SingleLevel):
         return dout.to(ctx.out_dtype), dlse, None
 
 
-class _FirstDerivatives(SingleLevel):
-    """The ops `gradients` and `tangents`. Their derivatives raise UnsupportedError."""
+def _traced_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple:
+    """The `backward` of _TracedAttention."""
+    check_unmapped(dout, dlse)
+    *inputs, out, lse, residual = ctx.saved_tensors
+    tensors, mask = inputs[:_NUM_TENSORS], inputs[_NUM_TENSORS:]
+    if dout is None and dlse is None:
+        return (None,) * (2 + _END + len(mask))
+    dout = torch.zeros_like(out) if dout is None else dout
+    dlse = dlse if residual is None else with_residual(dlse, residual, dout)
+    grads = _GRADIENTS(dout, dlse, out, lse, *tensors, *ctx.scalars, mask)
+    return None, None, *_place_gradients(grads, tensors), *_no_gradients(mask)
+
+
+_first_traced_backward = first_order(_traced_backward)
+
+
+def _place_gradients(grads: Sequence[Tensor], tensors: Sequence) -> list[Tensor | None]:
+    """The gradients of an op's tensors, from those of DIFFERENTIABLE; None for absent tensors."""
+    placed: list[Tensor | None] = [None] * _NUM_TENSORS
+    for index, grad in zip(_DIFFERENTIABLE, grads, strict=True):
+        placed[index] = None if tensors[index] is None else grad
+    return placed
+
+
+def _no_gradients(mask: Sequence) -> list[None]:
+    """The gradients of the arguments after the tensors."""
+    return [None] * (_END - _NUM_TENSORS + len(mask))
+
+
+class _SavedCall(SingleLevel):
+    """An op that computes derivatives, with `_LEADING` tensors before the arguments of a call. It
+    saves all of its tensors. Its own derivatives are at least second derivatives of attention.
+    """
+
+    _LEADING = 0
+
+    @classmethod
+    def record(cls, *args: Any) -> Any:
+        *inputs, mask = args
+        return super().record(*inputs, *mask)
+
+    @classmethod
+    def forward(cls, ctx, below, *args):
+        first, end = cls._LEADING + _NUM_TENSORS, cls._LEADING + _END
+        mask = list(args[end:])
+        ctx.scalars = args[first:end]
+        ctx.save_for_backward(*args[:first], *mask)
+        ctx.save_for_forward(*args[:first], *mask)
+        return below(*args[:end], mask)
+
+    @classmethod
+    def saved(cls, ctx: Any) -> tuple[Sequence, Sequence, Sequence]:
+        """The leading tensors, the other tensors without the mask, and the arguments of a call.
+        Raise if no kernel has second derivatives of the call.
+        """
+        saved, first = ctx.saved_tensors, cls._LEADING + _NUM_TENSORS
+        x = saved[cls._LEADING : first]
+        args = *x, *ctx.scalars, list(saved[first:])
+        _check_second_order(args)
+        return saved[: cls._LEADING], x, args
+
+
+class _TracedGradients(_SavedCall):
+    """The derivatives of the op `gradients`, a function of dout, dlse and the tensors of the call.
+    out and lse are functions of these tensors, so they have no gradient of their own.
+    """
+
+    _LEADING = _SAVED_TENSORS
+
+    @classmethod
+    def forward(cls, ctx, below, *args):
+        ctx.set_materialize_grads(False)
+        return super().forward(ctx, below, *args)
 
     @staticmethod
-    def forward(ctx, below, *args):
-        return below(*args)
+    def backward(ctx, *u):
+        check_unmapped(*u)
+        (dout, dlse, *_), x, args = _TracedGradients.saved(ctx)
+        dx = _as_tangents(u, x)
+        of_dout, of_dlse, _, _, *of_x = ctx.needs_input_grad[1:]
+        _check_slopes(of_x[_SLOPES])
+        grads, grads_x = [None] * _SAVED_TENSORS, [None] * _NUM_TENSORS
+        if of_dout or of_dlse:
+            ddout, ddlse = _TANGENTS(*dx, *args)
+            grads[:2] = ddout, None if dlse is None else ddlse
+        if any(of_x):
+            grads_x = _place_gradients(_TANGENT_GRADIENTS(dout, dlse, *dx, *args), x)
+        return None, *grads, *grads_x, *_no_gradients(args[-1])
 
-    backward = staticmethod(refuse_second_order)
-    jvp = staticmethod(refuse_second_order)
+    @staticmethod
+    def jvp(ctx, *tangents):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ddout, ddlse, _, _, *of_x = tangents[1:]
+        dx = Tangents(*(of_x[i] for i in _WITH_TANGENTS))
+        check_tangents((ddout, ddlse, *dx), (ddout, ddlse, *of_x))
+        (dout, dlse, *results), _, args = _TracedGradients.saved(ctx)
+        terms = []
+        if any(t is not None for t in dx):
+            terms.append(_TANGENT_GRADIENTS(dout, dlse, *dx, *args))
+        if ddout is not None or ddlse is not None:
+            ddout = torch.zeros_like(dout) if ddout is None else ddout
+            terms.append(_GRADIENTS(ddout, ddlse, *results, *args))
+        return tuple(sum(grads[1:], grads[0]) for grads in zip(*terms, strict=True))
+
+
+class _TracedTangents(_SavedCall):
+    """The gradients of the op `tangents`, which is linear in the tangents of the inputs."""
+
+    _LEADING = len(Tangents._fields)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
+        check_unmapped(dout, dlse)
+        dx, x, args = _TracedTangents.saved(ctx)
+        of_dx = ctx.needs_input_grad[1 : 1 + len(dx)]
+        of_x = ctx.needs_input_grad[1 + len(dx) :]
+        _check_slopes(of_x[_SLOPES] or of_dx[_WITH_TANGENTS.index(_SLOPES)])
+        grads_dx, grads_x = [None] * len(dx), [None] * _NUM_TENSORS
+        if any(of_dx):
+            out, lse, _ = _ATTENTION(*args, False)
+            grads_dx = _of_tangents(_GRADIENTS(dout, dlse, out, lse, *args), dx)
+        if any(of_x):
+            grads_x = _place_gradients(_TANGENT_GRADIENTS(dout, dlse, *dx, *args), x)
+        return None, *grads_dx, *grads_x, *_no_gradients(args[-1])
+
+    jvp = staticmethod(refuse_third_order)
+
+
+class _TracedTangentGradients(_SavedCall):
+    """The gradients of the op `tangent_gradients` with respect to the tangents alone: it is linear
+    in them, by a symmetric matrix of second derivatives. The other inputs are behind _ThirdOrder.
+    """
+
+    _LEADING = 2 + len(Tangents._fields)
+
+    @staticmethod
+    def backward(ctx, *u):
+        check_unmapped(*u)
+        (dout, dlse, *dx), x, args = _TracedTangentGradients.saved(ctx)
+        _check_slopes(ctx.needs_input_grad[3 + _WITH_TANGENTS.index(_SLOPES)])
+        grads = _TANGENT_GRADIENTS(dout, dlse, *_as_tangents(u, x), *args)
+        return (
+            None,
+            None,
+            None,
+            *_of_tangents(grads, dx),
+            *[None] * _NUM_TENSORS,
+            *_no_gradients(args[-1]),
+        )
+
+    jvp = staticmethod(refuse_third_order)
+
+
+class _ThirdOrder(SingleLevel):
+    """Return a tensor unchanged. Derivatives through it raise UnsupportedError. needs_input_grad
+    does not say which gradients a caller asks for, but torch calls this backward only for those.
+    """
+
+    @staticmethod
+    def forward(ctx, below, t):
+        return below(t)
+
+    backward = staticmethod(refuse_third_order)
+    jvp = staticmethod(refuse_third_order)
+
+
+def _as_tangents(grads: Sequence[Tensor | None], x: Sequence) -> Tangents:
+    """The gradients of gradients as tangents of the inputs x; None for absent inputs."""
+    named = zip(DIFFERENTIABLE, grads, _differentiable(Tensors(*x)), strict=True)
+    return Tangents(**{name: grad for name, grad, t in named if t is not None})
+
+
+def _of_tangents(grads: Sequence[Tensor], dx: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of the tangents dx, from those of DIFFERENTIABLE; None for absent tangents."""
+    named: dict[str, Tensor] = dict(zip(DIFFERENTIABLE, grads, strict=True))
+    pairs = zip(Tangents._fields, dx, strict=True)
+    return [None if t is None else named.get(name) for name, t in pairs]
+
+
+def _check_second_order(args: tuple) -> None:
+    """Raise if no kernel computes the second derivatives of a call."""
+    problem, x, kernel = _unflatten(args)
+    if hasattr(x.q, "device_mesh"):
+        raise no_second_order("its tensors are DTensors")
+    find_second_order(problem, device_info(x.q.device), kernel)
+
+
+def _check_slopes(requires_grad: bool) -> None:
+    if requires_grad:
+        raise UnsupportedError(
+            "alibi_slopes and their tangents have no gradient here: detach them, or differentiate"
+            " with respect to the slopes in forward mode"
+        )
 
 
 def _attention_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -287,8 +472,8 @@ def _gradients_autograd(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
     below = _backward_op(args[-1])
     if _has_transform():
         below = partial(_redispatch, _GRADIENTS, keyset)
-    inputs = (*args[:2], *(args[_SAVED_TENSORS + i] for i in _DIFFERENTIABLE))
-    return _FirstDerivatives.record(below, *args) if is_recorded(inputs) else below(*args)
+    inputs = (*args[:2], *(args[_SAVED_TENSORS + i] for i in _WITH_TANGENTS))
+    return _TracedGradients.record(below, *args) if is_recorded(inputs) else below(*args)
 
 
 def _tangents_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -296,7 +481,21 @@ def _tangents_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     below = partial(_redispatch, _TANGENTS, keyset)
     first = len(_WITH_TANGENTS)
     inputs = (*args[:first], *(args[first + i] for i in _WITH_TANGENTS))
-    return _FirstDerivatives.record(below, *args) if is_recorded(inputs) else below(*args)
+    return _TracedTangents.record(below, *args) if is_recorded(inputs) else below(*args)
+
+
+def _tangent_gradients_autograd(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
+    """The Autograd kernel of `tangent_gradients`."""
+    below = partial(_redispatch, _TANGENT_GRADIENTS, keyset)
+    first = 2 + len(_WITH_TANGENTS)
+    of_x = [first + i for i in _WITH_TANGENTS]
+    if not is_recorded((*args[:first], *(args[i] for i in of_x))):
+        return below(*args)
+    guarded = [*args]
+    alias = partial(_redispatch, torch.ops.aten.alias.default, keyset)
+    for i in (0, 1, *of_x):
+        guarded[i] = None if args[i] is None else _ThirdOrder.record(alias, args[i])
+    return _TracedTangentGradients.record(below, *guarded)
 
 
 def _has_transform() -> bool:
@@ -327,17 +526,21 @@ def _check_differentiable(args: Sequence[Any], keeps_residual: bool) -> None:
 
 def _gradients(call: CachedCall, x: Tensors, kernel: str | None, saved: tuple) -> Sequence:
     """The gradients of `_differentiable(x)`. saved: (out, lse, dout, dlse)."""
-    if is_eager(x.q):
+    is_differentiated = torch.is_grad_enabled() or forward_ad._current_level >= 0
+    if is_eager(x.q) and not is_differentiated:
         return run_backward(call, x, kernel, *saved)
     _count_flops()
-    out, lse, dout, dlse = saved  # the forward was eager, its backward is being compiled
+    out, lse, dout, dlse = saved
     args = _flatten(call.problem, x, kernel)
-    grads = _backward_op(args[-1])(dout, dlse, out, lse, *args)
+    # Otherwise the forward was eager, and its backward is being compiled.
+    op = _GRADIENTS if is_differentiated else _backward_op(args[-1])
+    grads = op(dout, dlse, out, lse, *args)
     return [None if t is None else g for t, g in zip(_differentiable(x), grads, strict=True)]
 
 
 _DIFFERENTIABLE = [Tensors._fields.index(name) for name in DIFFERENTIABLE]
 _WITH_TANGENTS = [Tensors._fields.index(name) for name in Tangents._fields]
+_SLOPES = Tensors._fields.index("alibi_slopes")
 _differentiable: Callable[[Tensors], tuple[Tensor | None, ...]] = itemgetter(*_DIFFERENTIABLE)
 
 
@@ -564,6 +767,31 @@ def run_tangents(
         return backend.tangents(call.problem, x, dx)
 
 
+def _tangent_gradients(dout, dlse, *args):
+    first = len(_WITH_TANGENTS)
+    problem, x, kernel = _unflatten(args[first:])
+    x = _build_mask(x)
+    call, dx = prepare_checked(x, problem), Tangents(*args[:first])
+    grads = run_tangent_gradients(call, x, kernel, dx, dout, dlse)
+    like = dout.to(accumulator_dtype(problem.dtype))
+    return tuple(_empty(like) if g is None else g for g in grads)
+
+
+def run_tangent_gradients(
+    call: CachedCall,
+    x: Tensors,
+    kernel: str | None,
+    dx: Tangents,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Grads:
+    """The gradients of the tangents of a call: see Backend.tangent_gradients."""
+    check_values(call.problem, x)
+    backend = find_second_order(call.problem, device_info(x.q.device), kernel)
+    with _no_autocast(x.q):
+        return backend.tangent_gradients(call.problem, x, dx, dout, dlse)
+
+
 def get_accumulate_fn(call: CachedCall, x: Tensors, kernel: str | None) -> AccumulateFn | None:
     """Backend.get_accumulate_fn of the backend that runs this call's backward."""
     backend = _choose_backend(call.problem, x, kernel, backward=True)
@@ -589,6 +817,11 @@ def _forward_fake(*args):
 
 def _backward_fake(dout, dlse, out, lse, *args):
     _, x, _ = _unflatten(args)
+    return _empty_gradients(x, lse)
+
+
+def _empty_gradients(x: Tensors, lse: Tensor) -> tuple[Tensor, ...]:
+    """Empty gradients of a call. lse: a tensor with the dtype of the call's lse."""
     dq, dk, dv = (t.new_empty(t.shape) for t in x[:3])
     learned = (
         _empty(lse) if t is None else t.new_empty(t.shape, dtype=lse.dtype)
@@ -599,6 +832,11 @@ def _backward_fake(dout, dlse, out, lse, *args):
 
 def _tangents_fake(*args):
     return empty_result(*_unflatten(args[len(_WITH_TANGENTS) :])[:2])
+
+
+def _tangent_gradients_fake(dout, dlse, *args):
+    problem, x, _ = _unflatten(args[len(_WITH_TANGENTS) :])
+    return _empty_gradients(x, empty_result(problem, x)[1])
 
 
 def _count_flops() -> None:
@@ -617,6 +855,11 @@ def _backward_flops(*args, **_: Any) -> int:
 def _tangents_flops(*args, **_: Any) -> int:
     first = len(_WITH_TANGENTS)
     return tangents_flops(*_unflatten(args[first:])[:2], Tangents(*args[:first]))
+
+
+def _tangent_gradients_flops(dout, dlse, *args, **_: Any) -> int:
+    first = len(_WITH_TANGENTS)
+    return tangent_gradients_flops(*_unflatten(args[first:])[:2], Tangents(*args[:first]))
 
 
 def _split_fake(out, dtype):
@@ -649,25 +892,27 @@ def _forward_vmap(info, in_dims, *args):
 
 
 def _gradients_vmap(info, in_dims, *args):
-    """vmap of the gradients: each entry of the mapped dimension gets its own."""
+    """vmap of the gradients: each entry of the mapped dimension gets its own. Entries fold into the
+    batch, except where entries of a batch share a gradient, and in packed calls.
+    """
     size, n = info.batch_size, _SAVED_TENSORS
     x = Tensors(*args[n : n + _NUM_TENSORS])
-    if any(t is not None for t in _differentiable(x)[3:]):
-        raise UnsupportedError(f"vmap does not serve the gradients of {' and '.join(LEARNED)}")
+    if any(t is not None for t in (*_differentiable(x)[3:], x.cu_seqlens_q)):
+        return _map_entries(_GRADIENTS, info, in_dims, *args)
     saved = [_fold(t, dim, size) for t, dim in zip(args[:n], in_dims, strict=False)]
     grads = _GRADIENTS(*saved, *_fold_arguments(size, in_dims[n:], args[n:]))
     mapped = [t.unflatten(0, (size, -1)) for t in grads[:3]]
     return (*mapped, *grads[3:]), (*(0, 0, 0), *(None for _ in LEARNED))
 
 
-def _tangents_vmap(info, in_dims, *args):
-    """vmap of the tangents, one call for each entry of the mapped dimension: jacfwd maps over the
-    tangents alone, and serves every call that jvp serves.
+def _map_entries(op: Any, info: Any, in_dims: Sequence, *args: Any) -> tuple[tuple, tuple]:
+    """vmap of an op, one call for each entry of the mapped dimension: of the tangents and their
+    gradients jacfwd maps over the tangents alone, and serves every call that jvp serves.
     """
     size = info.batch_size
-    calls = [_TANGENTS(*_take_entry(i, in_dims, args)) for i in range(max(1, size))]
-    dout, dlse = (torch.stack(entries)[:size] for entries in zip(*calls, strict=True))
-    return (dout, dlse), (0, 0)
+    calls = [op(*_take_entry(i, in_dims, args)) for i in range(max(1, size))]
+    results = tuple(torch.stack(entries)[:size] for entries in zip(*calls, strict=True))
+    return results, (0,) * len(results)
 
 
 def _take_entry(i: int, in_dims: Sequence, args: Sequence) -> list[Any]:
@@ -743,14 +988,16 @@ def _fold_mask(mask: list[Tensor], dims: Any, size: int, batch: int) -> list[Ten
 _SAVED = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
 _RESULT, _GRADS = "(Tensor, Tensor, Tensor)", f"({', '.join('Tensor' for _ in DIFFERENTIABLE)})"
 _DX = ", ".join(f"Tensor? d{name}" for name in Tangents._fields)
-# Autograd and vmap apply to `attention`, `gradients` and `tangents`; graphs record the last and the
-# other ops.
+# Autograd and vmap apply to `attention`, `gradients`, `tangents` and `tangent_gradients`; graphs
+# record the last two and the other ops.
 _LIB.define(f"attention({_ARGUMENTS}, bool precise_delta) -> {_RESULT}")
 _LIB.define(f"gradients({_SAVED}, {_ARGUMENTS}) -> {_GRADS}")
 _LIB.define(f"tangents({_DX}, {_ARGUMENTS}) -> (Tensor, Tensor)")
+_LIB.define(f"tangent_gradients(Tensor dout, Tensor? dlse, {_DX}, {_ARGUMENTS}) -> {_GRADS}")
 _LIB.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
 _LIB.impl("gradients", _gradients_autograd, "Autograd", with_keyset=True)
 _LIB.impl("tangents", _tangents_autograd, "Autograd", with_keyset=True)
+_LIB.impl("tangent_gradients", _tangent_gradients_autograd, "Autograd", with_keyset=True)
 for _name, _tags in (("", ()), ("_deferred", torch.Tag.cudagraph_unsafe)):
     _LIB.define(f"forward{_name}({_ARGUMENTS}) -> {_RESULT}", tags=_tags)
     _LIB.define(f"backward{_name}({_SAVED}, {_ARGUMENTS}) -> {_GRADS}", tags=_tags)
@@ -760,6 +1007,7 @@ _KERNELS = {
     "attention": (_attention, _attention_fake),
     "gradients": (_backward, _backward_fake),
     "tangents": (_tangents, _tangents_fake),
+    "tangent_gradients": (_tangent_gradients, _tangent_gradients_fake),
     "forward": (_forward, _forward_fake),
     "forward_deferred": (_forward, _forward_fake),
     "backward": (_backward, _backward_fake),
@@ -776,10 +1024,13 @@ for _name in ("", "_deferred"):
     torch.library.register_vmap(f"onchip::backward{_name}", _gradients_vmap, lib=_LIB)
 torch.library.register_vmap("onchip::attention", _attention_vmap, lib=_LIB)
 torch.library.register_vmap("onchip::gradients", _gradients_vmap, lib=_LIB)
-torch.library.register_vmap("onchip::tangents", _tangents_vmap, lib=_LIB)
 _ATTENTION = torch.ops.onchip.attention.default
 _GRADIENTS = torch.ops.onchip.gradients.default
 _TANGENTS = torch.ops.onchip.tangents.default
+_TANGENT_GRADIENTS = torch.ops.onchip.tangent_gradients.default
+for _op in (_TANGENTS, _TANGENT_GRADIENTS):
+    _rule = partial(_map_entries, _op)
+    torch.library.register_vmap(_op, _rule, lib=_LIB)
 _FORWARD = torch.ops.onchip.forward.default
 _BACKWARD = torch.ops.onchip.backward.default
 _FORWARD_DEFERRED = torch.ops.onchip.forward_deferred.default
@@ -792,5 +1043,6 @@ _FLOPS = {
     torch.ops.onchip.backward: _backward_flops,
     torch.ops.onchip.backward_deferred: _backward_flops,
     torch.ops.onchip.tangents: _tangents_flops,
+    torch.ops.onchip.tangent_gradients: _tangent_gradients_flops,
 }
 register_flop_formulas(_FLOPS)

@@ -86,23 +86,23 @@ def paged(call):
     return attend, formula, "value"
 
 
-# (function of q, formula, which derivatives it has: "all", the "first" in both modes, only the
-# "gradient", or only its "value")
+# (function of q, formula, which derivatives it has: "all", the "second", only the "gradient", or
+# only its "value")
 FUNCTIONS = {
     "attention": (
         lambda q: onchip.attention(q, K, V, causal=True),
         causal_formula,
-        "first",
+        "second",
     ),
     "lse": (
         lambda q: onchip.attention(q, K, V, return_lse=True)[1],
         lambda q: scores(q).logsumexp(-1),
-        "first",
+        "second",
     ),
     "varlen_attention": (
         lambda q: onchip.varlen_attention(q[0], K[0], V[0], CU_Q, CU_K, 3, 5)[None],
         formula,
-        "first",
+        "second",
     ),
     "paged_attention": paged(onchip.paged_attention),
     "cascade_attention": paged(onchip.cascade_attention),
@@ -213,19 +213,19 @@ TRANSFORMS = {
     "jvp(vmap)": ("forward", lambda f: func.jvp(torch.vmap(f), (TWO,), (TWO.flip(0),))[1], True),
     "dual tensors": ("forward", dual, False),
     "functional.jacobian(forward-mode)": (
-        "more",
+        "mapped",
         lambda f: functional.jacobian(f, Q, strategy="forward-mode", vectorize=True),
         False,
     ),
-    "double backward": ("more", lambda f: double_backward(f, False), False),
-    "double backward(dout)": ("more", lambda f: double_backward(f, True), False),
-    "functional.jvp": ("more", lambda f: functional.jvp(f, Q, TANGENT)[1], False),
-    "functional.hvp": ("more", lambda f: functional.hvp(cubed(f), Q, TANGENT)[1], False),
-    "functional.vhp": ("more", lambda f: functional.vhp(cubed(f), Q, TANGENT)[1], False),
-    "functional.hessian": ("more", lambda f: functional.hessian(cubed(f), Q), False),
-    "hessian": ("more", lambda f: func.hessian(cubed(f))(Q), True),
+    "double backward": ("second", lambda f: double_backward(f, False), False),
+    "double backward(dout)": ("second", lambda f: double_backward(f, True), False),
+    "functional.jvp": ("second", lambda f: functional.jvp(f, Q, TANGENT)[1], False),
+    "functional.hvp": ("second", lambda f: functional.hvp(cubed(f), Q, TANGENT)[1], False),
+    "functional.vhp": ("second", lambda f: functional.vhp(cubed(f), Q, TANGENT)[1], False),
+    "functional.hessian": ("second", lambda f: functional.hessian(cubed(f), Q), False),
+    "hessian": ("second", lambda f: func.hessian(cubed(f))(Q), True),
     "grad(grad)": (
-        "more",
+        "second",
         lambda f: func.grad(lambda q: func.grad(cubed(f))(q).pow(2).sum())(Q),
         True,
     ),
@@ -248,12 +248,12 @@ MAPS = {"vmap", "jacrev", "vmap(grad)", "grad(vmap)"}
 OF_AUTOGRAD = {"checkpoint", "checkpoint(reentrant)", "functional.vjp", "functional.jacobian"}
 # what must be right; the rest is right or refused
 SERVED = {
-    "attention": all_of("value", "gradient", "forward"),
-    "lse": all_of("value", "gradient", "forward"),
-    "varlen_attention": all_of("value", "gradient", "forward") - MAPS - {"jvp(vmap)"},
+    "attention": all_of("value", "gradient", "forward", "second"),
+    "lse": all_of("value", "gradient", "forward", "second"),
+    "varlen_attention": all_of("value", "gradient", "forward", "second") - MAPS - {"jvp(vmap)"},
     "paged_attention": {"jit.trace", "make_fx", "export"},
     "merge_states": set(TRANSFORMS),
-    "attention_weights": all_of("gradient", "forward", "more")
+    "attention_weights": all_of("gradient", "forward", "second")
     - MAPS
     - {"vmap(jvp)", "jvp(vmap)", "jacfwd"},
     "ring": OF_AUTOGRAD,

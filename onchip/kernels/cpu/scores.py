@@ -35,8 +35,15 @@ class Scorer(NamedTuple):
         """s with -inf where masked, and with softcap its derivative ds / d(softmax_scale * q.k),
         for q (b, h, m, d), k (b, h_kv, n, d).
         """
-        s = grouped_matmul(q, k.transpose(-1, -2)) * self.problem.softmax_scale
-        s, softcap_grad = self.apply_softcap(s)
+        return self.finish_scores(self.scaled_product(q, k), at)
+
+    def scaled_product(self, q: Tensor, k: Tensor) -> Tensor:
+        """softmax_scale * q.k"""
+        return grouped_matmul(q, k.transpose(-1, -2)) * self.problem.softmax_scale
+
+    def finish_scores(self, product: Tensor, at: TileBounds) -> tuple[Tensor, Tensor | None]:
+        """`scores` of a scaled product."""
+        s, softcap_grad = self.apply_softcap(product)
         s = self._add_linear_terms(s, self.x, at)
         visible = self.head_slice.visibility.tile(*at, s.device)
         return s if visible is None else s.masked_fill(~visible, -torch.inf), softcap_grad
@@ -64,6 +71,11 @@ class Scorer(NamedTuple):
             return s, None
         t = torch.tanh(s / self.problem.softcap)
         return self.problem.softcap * t, 1.0 - t * t
+
+    def softcap_curvature(self, product: Tensor, softcap_grad: Tensor) -> Tensor:
+        """The second derivative of apply_softcap at a scaled product, from the first one."""
+        cap = self.problem.softcap
+        return -2.0 / cap * torch.tanh(product / cap) * softcap_grad
 
     def apply_dropout(self, p: Tensor, at: TileBounds) -> Tensor:
         """p with dropout applied: zero or p / (1 - dropout_p)."""

@@ -46,19 +46,17 @@ def supports_tangents(problem: Problem, device: DeviceInfo) -> str | None:
 def tangents(problem: Problem, x: Tensors, dx: Tangents) -> tuple[Tensor, Tensor]:
     dout, dlse = empty_result(problem, x)
     for head_slice in head_slices(problem, x):
-        operands = _DualOperands.load(problem, x, dx, head_slice)
+        operands = DualOperands.load(problem, x, dx, head_slice)
         scorer = Scorer(problem, x, head_slice)
         for q0, q1 in row_tiles(head_slice, operands.q):
-            state = _fold_row_tile(scorer, dx, operands.take_rows(q0, q1), q0)
-            if x.sinks is not None:
-                state = _with_sink(state, x.sinks, dx.sinks, head_slice)
+            state = fold_row_tile(scorer, dx, operands.take_rows(q0, q1), q0)
             tile_dout, tile_dlse = finalize_dual(state)
             head_slice.take_queries(dout)[:, q0:q1] = tile_dout.transpose(1, 2)
             head_slice.take_rows(dlse)[:, :, q0:q1] = tile_dlse
     return dout, dlse
 
 
-class _DualOperands(NamedTuple):
+class DualOperands(NamedTuple):
     """q, k and v, (batch, heads, seqlen, dim) in accumulator precision, and their tangents, None
     where there is none.
     """
@@ -71,19 +69,19 @@ class _DualOperands(NamedTuple):
     dv: Tensor | None
 
     @classmethod
-    def load(cls, problem: Problem, x: Tensors, dx: Tangents, at: HeadSlice) -> "_DualOperands":
+    def load(cls, problem: Problem, x: Tensors, dx: Tangents, at: HeadSlice) -> "DualOperands":
         return cls(*load_operands(problem, x, at), *load_tangents(problem, dx, at))
 
-    def take_rows(self, q0: int, q1: int) -> "_DualOperands":
+    def take_rows(self, q0: int, q1: int) -> "DualOperands":
         dq = None if self.dq is None else self.dq[:, :, q0:q1]
         return self._replace(q=self.q[:, :, q0:q1], dq=dq)
 
-    def take_keys(self, k0: int, k1: int) -> "_DualOperands":
+    def take_keys(self, k0: int, k1: int) -> "DualOperands":
         dk, dv = (None if t is None else t[:, :, k0:k1] for t in (self.dk, self.dv))
         return self._replace(k=self.k[:, :, k0:k1], v=self.v[:, :, k0:k1], dk=dk, dv=dv)
 
     def product_tangent(self) -> Tensor | None:
-        """dq.k + q.dk; None if neither has a tangent."""
+        """The tangent of q.k, dq.k + q.dk; None if neither has one."""
         terms = [
             grouped_matmul(a, b.transpose(-1, -2))
             for a, b in ((self.dq, self.k), (self.q, self.dk))
@@ -92,18 +90,19 @@ class _DualOperands(NamedTuple):
         return sum(terms[1:], terms[0]) if terms else None
 
 
-def _fold_row_tile(scorer: Scorer, dx: Tangents, rows: _DualOperands, q0: int) -> DualState:
-    """The state and its tangent of one tile of queries over all keys that it sees."""
+def fold_row_tile(scorer: Scorer, dx: Tangents, rows: DualOperands, q0: int) -> DualState:
+    """The state and its tangent of one tile of queries over the keys and the sink that it sees."""
     state = _empty(rows)
     for at in key_tiles(scorer.head_slice, rows.q, q0):
         tile = rows.take_keys(at.k0, at.k1)
         s, ds = _scores(scorer, dx, tile, at)
         state = merge_dual(state, lift_dual(s, ds, tile.v, tile.dv, grouped_matmul))
-    return state
+    sinks = scorer.x.sinks
+    return state if sinks is None else _with_sink(state, sinks, dx.sinks, scorer.head_slice)
 
 
 def _scores(
-    scorer: Scorer, dx: Tangents, tile: _DualOperands, at: TileBounds
+    scorer: Scorer, dx: Tangents, tile: DualOperands, at: TileBounds
 ) -> tuple[Tensor, Tensor]:
     s, softcap_grad = scorer.scores(tile.q, tile.k, at)
     product = tile.product_tangent()
@@ -111,7 +110,7 @@ def _scores(
     return s, scorer.tangents(product, softcap_grad, dx, at)
 
 
-def _empty(rows: _DualOperands) -> DualState:
+def _empty(rows: DualOperands) -> DualState:
     m = rows.q.new_full(rows.q.shape[:-1], -torch.inf)
     state = State(m, torch.zeros_like(m), rows.q.new_zeros(*m.shape, rows.v.shape[-1]))
     return DualState(state, state)
@@ -120,7 +119,13 @@ def _empty(rows: _DualOperands) -> DualState:
 def _with_sink(
     state: DualState, sinks: Tensor, dsinks: Tensor | None, head_slice: HeadSlice
 ) -> DualState:
+    return add_sink_dual(state, *load_sinks(sinks, dsinks, head_slice, state.value.m.dtype))
+
+
+def load_sinks(
+    sinks: Tensor, dsinks: Tensor | None, head_slice: HeadSlice, wide: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The sinks of a head slice and their tangents, (heads, 1), in accumulator precision."""
     dsinks = torch.zeros_like(sinks) if dsinks is None else dsinks
-    wide = state.value.m.dtype
     sink, dsink = (t[head_slice.heads].to(wide)[:, None] for t in (sinks, dsinks))
-    return add_sink_dual(state, sink, dsink)
+    return sink, dsink

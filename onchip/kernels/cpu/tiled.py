@@ -25,6 +25,7 @@ from onchip.core.problem import Problem, Tensors
 from onchip.core.state import State, add_sink, finalize, fold_tiles
 from onchip.kernels.cpu.head_slice import head_slices
 from onchip.kernels.cpu.scores import Scorer, TileBounds, grouped_matmul, sum_over_groups
+from onchip.kernels.cpu.second import tangent_gradients
 from onchip.kernels.cpu.tangent import supports_tangents, tangents
 from onchip.kernels.cpu.tile_loop import key_tiles, load_operands, row_tiles
 
@@ -150,4 +151,5 @@ backend: Backend = make_backend(
     options=OPTIONS,
     supports_tangents=supports_tangents,
     tangents=tangents,
+    tangent_gradients=tangent_gradients,
 )

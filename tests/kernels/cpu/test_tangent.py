@@ -478,32 +478,32 @@ def jvp(q):
     return func.jvp(attend, (q,), (torch.ones_like(q),))[1]
 
 
-SECOND = {
+TWICE_FORWARD = {
     "jvp of jvp": lambda: func.jvp(jvp, (Q,), (Q,)),
     "jacfwd of jacfwd": lambda: func.jacfwd(func.jacfwd(attend))(Q),
-    "grad of jvp": lambda: func.grad(lambda q: jvp(q).sum())(Q),
-    "grad of the tangent": lambda: func.grad(lambda t: func.jvp(attend, (Q,), (t,))[1].sum())(Q),
-    "jvp of grad": lambda: func.jvp(func.grad(lambda q: attend(q).sum()), (Q,), (Q,)),
-    "hessian": lambda: func.hessian(lambda q: attend(q).pow(2).sum())(Q),
 }
 
 
-@pytest.mark.parametrize("name", SECOND)
-def test_second_derivatives_are_refused(name):
-    with pytest.raises(UnsupportedError, match="second derivatives of attention are not served"):
-        SECOND[name]()
+@pytest.mark.parametrize("name", TWICE_FORWARD)
+def test_forward_mode_twice_is_refused(name):
+    """tests/core/test_second_order.py has the second derivatives that are served."""
+    with pytest.raises(UnsupportedError, match="nor a jvp of a jvp"):
+        TWICE_FORWARD[name]()
 
 
 def test_backward_of_a_dual_result():
-    """After the dual level a backward is the plain gradient. Inside it would have a tangent itself,
-    and is refused, as through the tangent.
+    """After the dual level a backward is the plain gradient. Inside, it has a tangent itself: the
+    gradient of the tangent, which has a third derivative as its tangent, and is refused there.
     """
     q = Q.clone().requires_grad_()
     (expected,) = torch.autograd.grad(attend(q).sum(), q)
     with forward_ad.dual_level():
         out = attend(forward_ad.make_dual(q, Q))
         primal, dual = forward_ad.unpack_dual(out)
-        for x in (primal, dual):
-            with pytest.raises(UnsupportedError, match="second derivatives"):
-                torch.autograd.grad(x.sum(), q, retain_graph=True)
+        (gradient,) = torch.autograd.grad(primal.sum(), q, retain_graph=True)
+        product = forward_ad.unpack_dual(gradient).tangent
+        with pytest.raises(UnsupportedError, match="third derivatives"):
+            torch.autograd.grad(dual.sum(), q, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(dual.sum(), q, retain_graph=True)[0], product)
+    assert product.any()
     torch.testing.assert_close(torch.autograd.grad(out.sum(), q)[0], expected)
