@@ -127,6 +127,7 @@ def _support_column(kernel: str) -> dict[str, str]:
         "forward": YES,
         "backward": YES if backend.has_backward else NO,
         "forward mode": YES if backend.has_tangents else NO,
+        "second derivatives": YES if backend.has_second_order else NO,
         **{o: mark([refusal(base._replace(**x), home)]) for o, x in SUPPORT_ROWS.items()},
         **{p: mark(refusal(plain[t], home) for t in ts) for p, ts in PRECISIONS.items()},
         "CPU": YES if there(DEVICES["CPU"]) else NO,
