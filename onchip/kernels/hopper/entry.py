@@ -99,7 +99,7 @@ class HopperBackend(Backend):
     def forward(self, problem, x):
         if problem.precision is not None:
             from onchip.kernels.hopper.launch_8bit import forward as launch
-        elif problem.widest > HOPPER_WIDTHS[-1]:
+        elif problem.widest > HOPPER_WIDTHS[-1]:  # supports() admits no others
             from onchip.kernels.hopper.launch_latent import attend as launch
         elif splits_keys(problem):
             from onchip.kernels.hopper.launch_decode import decode as launch
