@@ -186,7 +186,8 @@ class Pipeline:
 
 @gluon.constexpr_function
 def _stage_shape(num_stages, box, parts):
-    return [num_stages, *box[:-2], parts * box[-2], box[-1]]
+    """A box of one number a row has one part."""
+    return [num_stages, *box[:-2], parts * box[-2], box[-1]] if len(box) > 1 else [num_stages, *box]
 
 
 @gluon.jit
