@@ -9,7 +9,6 @@ import torch
 import torch.autograd.functional as functional
 from torch import func
 from torch.autograd import forward_ad, grad, gradgradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import onchip
@@ -21,6 +20,7 @@ from onchip.core.dispatch import find_second_order, get_backend
 from onchip.core.problem import Problem, Tensors, UnsupportedError
 from onchip.kernels.cpu import tile_loop
 from onchip.kernels.tiles import TileConfig
+from tests.largest_tensor import LargestTensor
 
 F64 = torch.float64
 HOLES = masks.mod(lambda b, h, q, k: (q + k + h + b) % 3 != 0)
@@ -404,19 +404,6 @@ def test_hidden_keys_do_not_count():
     assert_near(got[:, visible], expected[:, visible])
 
 
-class _Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
-        return result
-
-
 def test_memory_is_linear():
     """4,096 x 4,096 scores: no temporary has more than a tile of them, as in the forward."""
     backend, device = get_backend("tiled"), DeviceInfo("cpu")
@@ -426,7 +413,7 @@ def test_memory_is_linear():
     run = lambda: backend.tangent_gradients(problem, x, Tangents(*x[:3]), x.q, None)
     largest = []
     for call in (lambda: backend.forward(problem, x), run):
-        with _Largest() as mode:
+        with LargestTensor() as mode:
             call()
         largest.append(mode.elements)
     assert largest[1] == largest[0] <= 4096 * 4096 // 16
@@ -435,7 +422,7 @@ def test_memory_is_linear():
 def test_the_largest_tensor_of_a_hessian_vector_product():
     """Through autograd, with all that it saves."""
     inputs = ot.make_qkv(1, 2048, num_heads=1, head_dim=8)
-    with _Largest() as mode:
+    with LargestTensor() as mode:
         double_backward(lambda *x: (onchip.attention(*x) ** 3).sum(), inputs, inputs)
     assert mode.elements <= 2048 * 2048 // 4
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import func
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import onchip
 import onchip.testing as ot
@@ -23,6 +22,7 @@ from onchip.core.problem import Options, Problem, Tensors, UnsupportedError
 from onchip.kernels.cpu import reference, tangent, tile_loop
 from onchip.kernels.cpu.head_slice import head_slices
 from onchip.kernels.tiles import TileConfig
+from tests.largest_tensor import LargestTensor
 
 F64 = torch.float64
 NAMES = ("q", "k", "v", "alibi_slopes", "bias", "sinks")  # the inputs that may have a tangent
@@ -403,19 +403,6 @@ def test_tangents_of_hidden_keys_do_not_count():
         assert torch.equal(a, b)
 
 
-class _Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
-        return result
-
-
 def test_memory_is_linear():
     """4,096 x 4,096 scores: no temporary has more than a tile of them, as in the forward."""
     backend, device = get_backend("tiled"), DeviceInfo("cpu")
@@ -424,7 +411,7 @@ def test_memory_is_linear():
     x = Tensors(*ot.make_qkv(1, 4096, num_heads=1, head_dim=8))
     largest = []
     for run in (backend.forward, lambda *call: backend.tangents(*call, Tangents(*x[:3]))):
-        with _Largest() as mode:
+        with LargestTensor() as mode:
             run(problem, x)
         largest.append(mode.elements)
     assert largest[1] == largest[0] <= 4096 * 4096 // 16
