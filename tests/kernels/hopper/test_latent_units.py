@@ -14,6 +14,10 @@ from onchip.kernels.tiles import batch_bucket  # noqa: E402
 
 ROWS, TILE = 64, 64
 TABLE = 4096  # keys that a row of the page table can address
+FIELDS = (  # of a LatentUnit
+    *("b", "r0", "start_q", "seqlen_q", "seqlen_k", "split", "count", "begin", "end"),
+    *("slot", "record", "num_records"),
+)
 
 
 class Pointer:
@@ -63,7 +67,7 @@ def units_of(queries, keys, group, units, least, num_units, packed, left=None):
         method = plain(getattr(latent.LatentLengths, name), world)
         setattr(lengths, name, method.__get__(lengths))
     world["LatentUnit"] = lambda *fields: SimpleNamespace(
-        **{n: int(x) for n, x in zip(latent.LatentUnit.__annotations__, fields, strict=True)}
+        **{name: int(x) for name, x in zip(FIELDS, fields, strict=True)}
     )
     find = plain(latent.find_unit, world)
     flags = units is not None, batch_bucket(len(keys))
