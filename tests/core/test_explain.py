@@ -362,8 +362,8 @@ class TestKernel:
         monkeypatch.setattr(launch, "triton_config", lambda *_: TritonConfig(32, 32, 4, 1))
         monkeypatch.setattr(decode, "SPLIT_KEYS", 32)
         monkeypatch.setattr(decode, "FIXED_KEYS", 64)
-        scratch, made = [], decode._scratch
-        monkeypatch.setattr(decode, "_scratch", lambda *a: scratch.append(made(*a)) or scratch[-1])
+        scratch, made = [], decode.make_scratch
+        monkeypatch.setattr(decode, "make_scratch", lambda *a: scratch.append(made(*a)) or scratch[-1])
         q, k, v, *tables = call(lengths, seqlen_q=seqlen_q)
         options = {"window_size": (window, None), "deterministic": deterministic}
         options |= {"kernel": "triton"}
@@ -384,8 +384,8 @@ class TestKernel:
         monkeypatch.setattr(launch, "triton_config", lambda *_: TritonConfig(32, 32, 4, 1))
         monkeypatch.setattr(decode, "SPLIT_KEYS", 32)
         monkeypatch.setattr(decode, "FIXED_KEYS", 64)
-        scratch, made = [], decode._scratch
-        monkeypatch.setattr(decode, "_scratch", lambda *a: scratch.append(made(*a)) or scratch[-1])
+        scratch, made = [], decode.make_scratch
+        monkeypatch.setattr(decode, "make_scratch", lambda *a: scratch.append(made(*a)) or scratch[-1])
         q, k = torch.zeros(1, 1, HEADS, DIM), torch.zeros(1, 333, KV_HEADS, DIM)
         options = {"causal": True, "kernel": "triton"} | options
         x = onchip.explain(q, k, k, **options)
