@@ -356,14 +356,7 @@ class TestKernel:
     def test_splits_equal_the_records_of_the_kernel(
         self, monkeypatch, lengths, seqlen_q, window, deterministic
     ):
-        from onchip.kernels.tiles import TritonConfig
-        from onchip.kernels.triton import decode, launch
-
-        monkeypatch.setattr(launch, "triton_config", lambda *_: TritonConfig(32, 32, 4, 1))
-        monkeypatch.setattr(decode, "SPLIT_KEYS", 32)
-        monkeypatch.setattr(decode, "FIXED_KEYS", 64)
-        scratch, made = [], decode.make_scratch
-        monkeypatch.setattr(decode, "make_scratch", lambda *a: scratch.append(made(*a)) or scratch[-1])
+        scratch = self.watch_scratch(monkeypatch)
         q, k, v, *tables = call(lengths, seqlen_q=seqlen_q)
         options = {"window_size": (window, None), "deterministic": deterministic}
         options |= {"kernel": "triton"}
@@ -378,14 +371,7 @@ class TestKernel:
 
     @pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"window_size": (100, None)}])
     def test_splits_of_a_call_without_pages(self, monkeypatch, options):
-        from onchip.kernels.tiles import TritonConfig
-        from onchip.kernels.triton import decode, launch
-
-        monkeypatch.setattr(launch, "triton_config", lambda *_: TritonConfig(32, 32, 4, 1))
-        monkeypatch.setattr(decode, "SPLIT_KEYS", 32)
-        monkeypatch.setattr(decode, "FIXED_KEYS", 64)
-        scratch, made = [], decode.make_scratch
-        monkeypatch.setattr(decode, "make_scratch", lambda *a: scratch.append(made(*a)) or scratch[-1])
+        scratch = self.watch_scratch(monkeypatch)
         q, k = torch.zeros(1, 1, HEADS, DIM), torch.zeros(1, 333, KV_HEADS, DIM)
         options = {"causal": True, "kernel": "triton"} | options
         x = onchip.explain(q, k, k, **options)
@@ -394,6 +380,24 @@ class TestKernel:
         assert x.splits.programs == KV_HEADS * sum(x.splits.counts) and x.pages is None
         many = onchip.explain(k.repeat(1, 1, 2, 1), k, k, **options)
         assert many.splits is None and "splits" not in str(many)
+
+    @staticmethod
+    def watch_scratch(monkeypatch):
+        """Small tiles, so that few keys are split, and a list of the scratch of each launch."""
+        from onchip.kernels.tiles import TritonConfig
+        from onchip.kernels.triton import decode, launch
+
+        monkeypatch.setattr(launch, "triton_config", lambda *_: TritonConfig(32, 32, 4, 1))
+        monkeypatch.setattr(decode, "SPLIT_KEYS", 32)
+        monkeypatch.setattr(decode, "FIXED_KEYS", 64)
+        launches, make_scratch = [], decode.make_scratch
+
+        def record(*args):
+            launches.append(make_scratch(*args))
+            return launches[-1]
+
+        monkeypatch.setattr(decode, "make_scratch", record)
+        return launches
 
     @staticmethod
     def counts_of(records):
