@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         nn,
         parallel,
         quant,
+        score_mods,
         testing,
     )
     from onchip.core.backend import Backend
@@ -62,6 +63,7 @@ __all__ = [
     "parallel",
     "quant",
     "register_backend",
+    "score_mods",
     "testing",
     "unregister_backend",
     "varlen_attention",
@@ -69,7 +71,7 @@ __all__ = [
 
 # Everything is imported at its first use: `onchip --version` needs no torch, which takes seconds.
 _MODULES = ("cost", "engine", "fold", "integrations", "kvcache", "masks", "models", "nn")
-_MODULES += ("parallel", "quant", "testing")
+_MODULES += ("parallel", "quant", "score_mods", "testing")
 _HOMES = {
     **dict.fromkeys(set(__all__) - {*_MODULES}, "core.functional"),
     "LayoutWarning": "core.validation",

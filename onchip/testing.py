@@ -171,6 +171,7 @@ class _Options:
     mask: object = None
     softmax_scale: float | None = None
     softcap: float = 0.0
+    score_mod: Callable | None = None
     alibi_slopes: Tensor | None = None
     bias: Tensor | None = None
     sinks: Tensor | None = None
@@ -178,7 +179,7 @@ class _Options:
     dropout_seed: int | Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
-    sequence: int = 0  # the batch index of the first row, for dropout
+    sequence: int = 0  # the batch index of the first row, for dropout and score_mod
     saved_out: Tensor | None = None  # the saved out in the backward of the rounding model
 
 
@@ -226,7 +227,24 @@ def _scores(q: Tensor, k: Tensor, o: _Options, on_dscores: Callable | None) -> T
         s = s - o.alibi_slopes.to(s)[..., None, None] * distance
     if o.bias is not None:
         s = s + o.bias.to(s)
+    if o.score_mod is not None:
+        s = _modify_scores(o.score_mod, s, o.sequence)
     return s.masked_fill(~_visible(o, s.shape, s.device), -INF)
+
+
+def _modify_scores(score_mod: Callable, s: Tensor, first: int) -> Tensor:
+    """score_mod(score, b, h, q, k) of every score as torch itself evaluates it: one score a call,
+    mapped over the four dimensions as FlexAttention does.
+    """
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    indices = [torch.arange(n, device=s.device) for n in s.shape]
+    indices[0] += first
+    with TransformGetItemToIndex():
+        for dim in (3, 2, 1, 0):
+            in_dims = (0, *(0 if i == dim else None for i in range(4)))
+            score_mod = torch.vmap(score_mod, in_dims)
+        return score_mod(s, *indices).to(s.dtype)
 
 
 def _philox4x32(counter: list, key: tuple[int, int]) -> list:
@@ -292,8 +310,8 @@ class Oracle(NamedTuple):
 def oracle(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Oracle:
     """Attention in fp64, differentiable in q, k, v, bias and sinks, through out and through lse.
 
-    `s = softcap tanh(softmax_scale q.k / softcap) - slope |i + seqlen_k - seqlen_q - j| + bias`
-    over the visible keys. A row without visible keys gives out 0, lse -inf (with a sink: the sink)
+    `s = softcap tanh(softmax_scale q.k / softcap) - slope |i + seqlen_k - seqlen_q - j| + bias`,
+    then score_mod, over the visible keys. A row without visible keys gives out 0, lse -inf (with a sink: the sink)
     and zero gradients. Keys that no row sees must be finite here: 0 x NaN is NaN.
     mask: a bool tensor broadcastable to the scores, or anything `onchip.masks.as_mask` takes.
     For fp64 gradients the leaves must be fp64: autograd rounds a gradient to its leaf's dtype.

@@ -37,7 +37,6 @@ FOREIGN_NAMES = {
     "return_softmax_lse": "return_lse",
     "s_aux": "sinks",
     "scale": "softmax_scale",
-    "score_mod": "bias, alibi_slopes, softcap or mask: scores take no Python function",
     "seqused_k": "cache_seqlens",
     "sliding_window": "window_size=(sliding_window - 1, 0)",
     "sm_scale": "softmax_scale",
@@ -51,6 +50,11 @@ FOREIGN_NAMES = {
 OTHER_FUNCTIONS = {
     ("varlen_attention", "mask"): (
         "attention(q[None], k[None], v[None], mask=masks.document(cu_seqlens) & ...)"
+    ),
+    **dict.fromkeys(
+        ((name, "score_mod") for name in ("paged_attention", "cascade_attention")),
+        "softcap or alibi_slopes, or score_mod of attention() and varlen_attention() over keys that"
+        " are not in pages",
     ),
 }
 

@@ -61,6 +61,7 @@ class Grads(NamedTuple):
     dv: Tensor
     dbias: Tensor | None = None
     dsinks: Tensor | None = None
+    dcaptured: Tensor | None = None
 
 
 class Tangents(NamedTuple):
@@ -74,6 +75,7 @@ class Tangents(NamedTuple):
     alibi_slopes: Tensor | None = None
     bias: Tensor | None = None
     sinks: Tensor | None = None
+    captured: Tensor | None = None
 
 
 class KeySplits(NamedTuple):

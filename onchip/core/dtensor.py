@@ -41,6 +41,7 @@ _DIMS: dict[str, Dims] = {
     **dict.fromkeys(("positions_q", "positions_k"), (None, None)),
     "alibi_slopes": (0, 1),
     "sinks": (None, 0),
+    **dict.fromkeys(("captured", "captured_ints"), (None, None)),
     "stats": (1, 2),
 }
 _PACKED: dict[str, Dims] = {
@@ -88,6 +89,11 @@ def _check_placements(problem: Problem, x: Tensors) -> None:
         raise UnsupportedError(
             "dropout_p is not served for DTensors: a rank does not know which of all cells are its"
             " own; use dropout_p=0, or attention on to_local() with a dropout_seed for each rank"
+        )
+    if problem.score_mod is not None:
+        raise UnsupportedError(
+            "score_mod is not served for DTensors: a rank does not know which of all heads and batch"
+            " entries are its own; use attention on to_local(), with indices of this rank"
         )
     if isinstance(x.mask, DeferredRule | BlockMask):
         _check_mask(x.mask, shards)

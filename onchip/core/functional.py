@@ -33,6 +33,7 @@ from onchip.cost.prefixes import costs
 from onchip.fold import cascade, offload
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.deferred import DeferredMask, DeferredRule
+from onchip.score_mods.trace import ScoreFunction, ScoreMod, trace_for_call
 
 UNBOUNDED: Window = (None, None)
 Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Stats] | tuple[Tensor, Tensor, Stats]
@@ -78,6 +79,7 @@ def attention(
     mask: object = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    score_mod: ScoreFunction | ScoreMod | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -96,10 +98,14 @@ def attention(
 
     q: (batch, seqlen_q, heads, head_dim); k: (batch, seqlen_k, kv_heads, head_dim); v: (batch,
     seqlen_k, kv_heads, head_dim_v). score = softcap * tanh(softmax_scale * q.k / softcap) - slope *
-    |i + seqlen_k - seqlen_q - j| + bias, masked by causal AND window AND mask. causal and window
-    are aligned bottom-right: the last query sees the last key. A row that sees no key gives out = 0
-    and lse = -inf (with a sink: lse = sink). Returns out[, lse][, stats]; lse: (batch, heads,
-    seqlen_q), natural log.
+    |i + seqlen_k - seqlen_q - j| + bias, then score_mod, masked by causal AND window AND mask.
+    causal and window are aligned bottom-right: the last query sees the last key. A row that sees no
+    key gives out = 0 and lse = -inf (with a sink: lse = sink). Returns out[, lse][, stats]; lse:
+    (batch, heads, seqlen_q), natural log.
+
+    score_mod: a function (score, b, h, q, k) as in FlexAttention, of scores and indices counted from
+    0, which may index tensors, or its `onchip.score_mods.trace`. It is traced in every call;
+    tensors that it indexes have gradients.
 
     mask: a Mask, BlockMask, FlexAttention BlockMask, mask_mod(b, h, q, k), bool tensor or bounds of
     `masks.spans`; a compiled graph builds masks from tensors when it runs. bias: (batch|1,
@@ -130,7 +136,9 @@ def attention(
         precision=precision,
     )
     x = Tensors(q, k, v, alibi_slopes=alibi_slopes, bias=bias, sinks=sinks)
-    call, x = prepare_attention(x, options, mask=mask, dropout_seed=dropout_seed)
+    call, x = prepare_attention(
+        x, options, mask=mask, score_mod=score_mod, dropout_seed=dropout_seed
+    )
     return _select_outputs(torch_op.attend(call, x, kernel), return_lse)
 
 
@@ -182,6 +190,7 @@ def varlen_attention(
     window_size: Window = UNBOUNDED,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    score_mod: ScoreFunction | ScoreMod | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -200,7 +209,8 @@ def varlen_attention(
 
     q: (total_q, heads, head_dim); k: (total_k, kv_heads, head_dim); v: (total_k, kv_heads,
     head_dim_v); cu_seqlens: int32 (batch + 1,). causal, window and ALiBi count positions inside
-    each sequence, aligned bottom-right. lse: (heads, total_q).
+    each sequence, aligned bottom-right. score_mod gets the number of the sequence as b, and q and k
+    counted from the first token of the sequence. lse: (heads, total_q).
     """
     if unknown:
         refuse_unknown("varlen_attention", unknown, varlen_attention.__kwdefaults__)
@@ -218,7 +228,8 @@ def varlen_attention(
         precision=precision,
     )
     x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes=alibi_slopes, sinks=sinks)
-    call, x = prepare_attention(x, options, (max_seqlen_q, max_seqlen_k), dropout_seed=dropout_seed)
+    lengths = max_seqlen_q, max_seqlen_k
+    call, x = prepare_attention(x, options, lengths, score_mod=score_mod, dropout_seed=dropout_seed)
     return _select_outputs(torch_op.attend(call, x, kernel), return_lse)
 
 
@@ -563,6 +574,7 @@ def attention_weights(
     mask: object = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    score_mod: ScoreFunction | ScoreMod | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     **unknown: Never,
@@ -580,7 +592,7 @@ def attention_weights(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap
     )
     x = Tensors(q, k, k, alibi_slopes=alibi_slopes, bias=bias)
-    (problem, _), x = prepare_attention(x, options, mask=mask)
+    (problem, _), x = prepare_attention(x, options, mask=mask, score_mod=score_mod)
     row_indices = as_ints("rows", rows)
     for row in row_indices:
         if row >= problem.seqlen_q:
@@ -601,10 +613,11 @@ def prepare_attention(
     max_seqlens: tuple[int, ...] = (),
     *,
     mask: object = None,
+    score_mod: ScoreFunction | ScoreMod | None = None,
     dropout_seed: int | Tensor | None = None,
 ) -> tuple[CachedCall, Tensors]:
     """Validate a dense or packed call; return it with its complete tensors. x holds all tensors but
-    the mask and the seed. max_seqlens: (max_seqlen_q, max_seqlen_k) of a packed call.
+    those of the mask and score_mod, and the seed. max_seqlens: (max_seqlen_q, max_seqlen_k) of a packed call.
     """
     if torch.are_deterministic_algorithms_enabled():
         options = options._replace(deterministic=True)
@@ -613,6 +626,11 @@ def prepare_attention(
         x = x._replace(q=q, k=k, v=v)
     if mask is not None:
         x = x._replace(mask=_block_mask(mask, x.q, x.k))
+    if score_mod is not None:
+        traced = trace_for_call(score_mod)
+        captured, captured_ints = traced.flatten()
+        x = x._replace(captured=captured, captured_ints=captured_ints)
+        options = options._replace(score_mod=traced.text)
     call = prepare(describe, x, options, max_seqlens)
     if call.problem.precision == "auto":
         precision = resolve_precision(call.problem, device_info(x.q.device))

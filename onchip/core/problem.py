@@ -28,7 +28,7 @@ PRECISIONS = (None, *LOW_PRECISIONS, "auto")
 Window = tuple[int | None, int | None]
 # The tensors of a call that have gradients, in the order of `Grads` (backend.py). LEARNED: those
 # that a call may lack.
-LEARNED = ("bias", "sinks")
+LEARNED = ("bias", "sinks", "captured")
 DIFFERENTIABLE = ("q", "k", "v", *LEARNED)
 
 
@@ -54,6 +54,9 @@ class Tensors(NamedTuple):
     number of its sequence within the batch entry. positions_k, int32 (seqlen_k,), holds the
     position of each key. ALiBi and dropout use them; causal and window use the indices of the call.
 
+    captured and captured_ints, of one dimension, belong to calls with score_mod: the elements of the
+    floats, and of the integers and bools, that the function indexes (ScoreMod.flatten).
+
     k_scales and v_scales, fp32 (num_pages, page_size, num_kv_heads), belong to pages of 8 bits: a
     key is its stored values times its scale.
     """
@@ -66,6 +69,8 @@ class Tensors(NamedTuple):
     alibi_slopes: Tensor | None = None
     bias: Tensor | None = None
     sinks: Tensor | None = None
+    captured: Tensor | None = None
+    captured_ints: Tensor | None = None
     dropout_seed: Tensor | None = None
     page_table: Tensor | None = None
     cache_seqlens: Tensor | None = None
@@ -120,6 +125,7 @@ class Options(NamedTuple):
     causal: bool = False
     window_size: Window = (None, None)
     softcap: float = 0.0
+    score_mod: str | None = None  # ScoreMod.text
     dropout_p: float = 0.0
     return_stats: bool = False
     deterministic: bool = False
@@ -165,6 +171,7 @@ class Problem(NamedTuple):
     causal: bool = False
     window_size: Window = (None, None)
     softcap: float = 0.0
+    score_mod: str | None = None
     dropout_p: float = 0.0
     return_stats: bool = False
     deterministic: bool = False

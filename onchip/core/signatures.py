@@ -13,6 +13,7 @@ from torch import Tensor
 from onchip.core.problem import Window
 from onchip.fold.cascade import CascadePlan
 from onchip.masks.mods import MaskLike
+from onchip.score_mods.trace import ScoreFunction, ScoreMod
 
 # The values of return_lse and its like, which overloads distinguish.
 Yes = Literal[True]
@@ -79,6 +80,7 @@ class VarlenOptions(TrainingOptions, total=False):
     """Options of varlen_attention and attention."""
 
     precision: str | None
+    score_mod: ScoreFunction | ScoreMod | None
 
 
 class AttentionOptions(VarlenOptions, total=False):

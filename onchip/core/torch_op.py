@@ -98,7 +98,7 @@ def _schema() -> str:
 
 
 _ARGUMENTS = _schema()
-_OUT_DTYPE = _NUM_TENSORS + 4 + _SCALARS.index("out_dtype")
+_OUT_DTYPE, _SCORE_MOD = (_NUM_TENSORS + 4 + _SCALARS.index(n) for n in ("out_dtype", "score_mod"))
 _END = _NUM_TENSORS + 4 + len(_SCALARS) + 1  # index of the mask's tensors
 _SAVED_TENSORS = 4  # dout, dlse, out and lse precede the other arguments of a backward
 
@@ -876,9 +876,15 @@ def _no_autocast(q: Tensor) -> torch.autocast:
 
 
 def _attention_vmap(info, in_dims, *args):
-    """vmap of a dense forward: the mapped dimension joins the batch."""
+    """vmap of a dense forward: the mapped dimension joins the batch. With score_mod, which gets the
+    batch index, each entry is a call of its own.
+    """
     size = info.batch_size
     *inputs, precise_delta = args
+    if inputs[_SCORE_MOD] is not None:
+        _check_no_seed(inputs)
+        attend_entry = lambda *entry: _ATTENTION(*entry, precise_delta)
+        return _map_entries(attend_entry, info, in_dims[:-1], *inputs)
     out, lse, stats = _ATTENTION(*_fold_arguments(size, in_dims, inputs), precise_delta)
     out, lse = (t.unflatten(0, (size, -1)) for t in (out, lse))
     if not stats.numel():
@@ -893,11 +899,12 @@ def _forward_vmap(info, in_dims, *args):
 
 def _gradients_vmap(info, in_dims, *args):
     """vmap of the gradients: each entry of the mapped dimension gets its own. Entries fold into the
-    batch, except where entries of a batch share a gradient, and in packed calls.
+    batch, except where entries of a batch share a gradient, in packed calls and with score_mod.
     """
     size, n = info.batch_size, _SAVED_TENSORS
     x = Tensors(*args[n : n + _NUM_TENSORS])
-    if any(t is not None for t in (*_differentiable(x)[3:], x.cu_seqlens_q)):
+    alone = (*_differentiable(x)[3:], x.cu_seqlens_q, args[n + _SCORE_MOD])
+    if any(t is not None for t in alone):
         return _map_entries(_GRADIENTS, info, in_dims, *args)
     saved = [_fold(t, dim, size) for t, dim in zip(args[:n], in_dims, strict=False)]
     grads = _GRADIENTS(*saved, *_fold_arguments(size, in_dims[n:], args[n:]))
@@ -933,18 +940,15 @@ def _take_entry(i: int, in_dims: Sequence, args: Sequence) -> list[Any]:
 
 def _fold_arguments(size: int, in_dims: Sequence, args: Sequence) -> list[Any]:
     """The arguments of a dense call, with a mapped dimension of `size` entries folded into the
-    batch. Tensors without a batch (sinks, a seed) must be the same for all entries. Dropout is
-    refused: it depends on the batch index, which folding changes.
+    batch. Tensors without a batch (sinks, a seed) must be the same for all entries.
     """
     dims = dict(zip(Tensors._fields, in_dims, strict=False))
     x = Tensors(*args[:_NUM_TENSORS])
     mapped = {name for name in Tensors._fields[:_NUM_TENSORS] if dims[name] is not None}
-    unmappable = (x.cu_seqlens_q, x.dropout_seed, x.page_table, x.positions_q)
+    unmappable = (x.cu_seqlens_q, x.page_table, x.positions_q)
     if mapped - {"q", "k", "v", "bias", "alibi_slopes"} or any(t is not None for t in unmappable):
-        raise UnsupportedError(
-            "vmap serves dense calls mapped over q, k, v, bias, alibi_slopes and tensors as masks,"
-            " without dropout"
-        )
+        raise UnsupportedError(_VMAP_SERVES)
+    _check_no_seed(args)
     batch = x.q.shape[1 if dims["q"] == 0 else 0]
     folded = [*args]
     folded[:3] = (_fold(t, dim, size) for t, dim in zip(x[:3], in_dims, strict=False))
@@ -953,6 +957,18 @@ def _fold_arguments(size: int, in_dims: Sequence, args: Sequence) -> list[Any]:
         folded[Tensors._fields.index(name)] = shared
     folded[_END] = _fold_mask(args[_END], in_dims[_END], size, batch)
     return folded
+
+
+_VMAP_SERVES = (
+    "vmap serves dense calls mapped over q, k, v, bias, alibi_slopes, tensors of score_mod and tensors"
+    " as masks, without dropout"
+)
+
+
+def _check_no_seed(args: Sequence[Any]) -> None:
+    """Refuse dropout: its random numbers depend on the batch index, which vmap changes."""
+    if Tensors(*args[:_NUM_TENSORS]).dropout_seed is not None:
+        raise UnsupportedError(_VMAP_SERVES)
 
 
 def _fold(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:

@@ -256,7 +256,7 @@ def check_window(window_size: Window) -> None:
 
 
 def check_extras(problem: Problem, x: Tensors) -> None:
-    """Check alibi_slopes, sinks, bias and mask against the problem."""
+    """Check alibi_slopes, sinks, bias, tensors of score_mod and mask against the problem."""
     if x.alibi_slopes is not None:
         shapes = ((problem.num_heads,), (problem.batch, problem.num_heads))
         _check_tensor("alibi_slopes", x.alibi_slopes, x.q, shapes)
@@ -266,6 +266,9 @@ def check_extras(problem: Problem, x: Tensors) -> None:
         _check_tensor("sinks", x.sinks, x.q, ((problem.num_heads,),))
     if x.bias is not None:
         _check_bias(problem, x)
+    for t in (x.captured, x.captured_ints):
+        if t is not None and t.device != x.q.device:
+            raise ValueError(f"score_mod indexes a tensor on {t.device}, q is on {x.q.device}")
     if x.mask is not None:
         _check_mask(problem, x)
 

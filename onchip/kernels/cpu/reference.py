@@ -28,7 +28,7 @@ from onchip.quant import emulation, recipes
 # Every option but those of pages, which are gathered first.
 OPTIONS = {
     *("causal", "window_size", "packed", "has_mask", "deterministic", "return_stats"),
-    *("softcap", "has_alibi", "has_bias", "has_sinks"),
+    *("softcap", "score_mod", "has_alibi", "has_bias", "has_sinks"),
     *("dropout_p", "has_positions", "first_head", "wide_grads"),
 }
 RECIPE_OPTIONS = {
@@ -124,7 +124,7 @@ def probabilities(problem: Problem, x: Tensors, lse: Tensor, rows: list[int]) ->
         pivot = head_slice.take_rows(lse.masked_fill(lse == -torch.inf, 0.0))
         for i, row in enumerate(rows):
             at = TileBounds(row, row + 1, 0, problem.seqlen_k)
-            s, _ = Scorer(problem, x, head_slice).scores(q[:, :, row : row + 1], k, at)
+            s = Scorer(problem, x, head_slice).scores(q[:, :, row : row + 1], k, at).s
             p = torch.exp(s - pivot[:, :, row, None, None])
             out[head_slice.batch, head_slice.heads, i] = p[:, :, 0]
     return out
@@ -139,7 +139,7 @@ def _attend(
     k, v = (head_slice.take_keys(t).transpose(1, 2).to(wide) for t in (x.k, x.v))
     at = TileBounds(0, q.shape[2], 0, k.shape[2])
     scorer = Scorer(problem, x, head_slice)
-    s, _ = scorer.scores(q, k, at)
+    s = scorer.scores(q, k, at).s
     logits = s if x.sinks is None else _append_sink(s, head_slice, x.sinks)
     p, lse = _softmax(logits)
     max_logit = s.detach().amax(-1) if s.shape[-1] else torch.full_like(lse, -torch.inf)

@@ -1,5 +1,5 @@
-"""The score of the contract for one tile of one head slice: scale, softcap, ALiBi, bias, then
-masking, in that order.
+"""The score of the contract for one tile of one head slice: scale, softcap, ALiBi, bias, score_mod,
+then masking, in that order.
 """
 
 from typing import NamedTuple, cast
@@ -11,6 +11,8 @@ from onchip.core.backend import Tangents
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.cpu import philox
 from onchip.kernels.cpu.head_slice import HeadSlice
+from onchip.kernels.cpu.score_mod import ModifiedTile
+from onchip.score_mods.evaluate import Cells
 
 
 class TileBounds(NamedTuple):
@@ -22,6 +24,22 @@ class TileBounds(NamedTuple):
     k1: int
 
 
+class TileScores(NamedTuple):
+    """The scores of a tile, (batch, heads, rows, keys), and what their chain rule needs."""
+
+    s: Tensor  # -inf where hidden
+    softcap_grad: Tensor | None  # d softcap(product) / d product; None without softcap
+    modified: ModifiedTile | None  # of score_mod
+
+    def before_score_mod(self, ds: Tensor) -> Tensor:
+        """The gradient of the scores before score_mod, from that of s."""
+        return ds if self.modified is None else self.modified.score_gradient(ds)
+
+    def product_gradient(self, ds: Tensor) -> Tensor:
+        """The gradient of the scaled product, from that of the scores before score_mod."""
+        return ds if self.softcap_grad is None else ds * self.softcap_grad
+
+
 class Scorer(NamedTuple):
     """Scores, dropout and their gradients for tiles of one head slice; tensors are (batch, heads,
     rows, keys).
@@ -31,31 +49,48 @@ class Scorer(NamedTuple):
     x: Tensors
     head_slice: HeadSlice
 
-    def scores(self, q: Tensor, k: Tensor, at: TileBounds) -> tuple[Tensor, Tensor | None]:
-        """s with -inf where masked, and with softcap its derivative ds / d(softmax_scale * q.k),
-        for q (b, h, m, d), k (b, h_kv, n, d).
-        """
+    def scores(self, q: Tensor, k: Tensor, at: TileBounds) -> TileScores:
+        """The scores of q (b, h, m, d) and k (b, h_kv, n, d)."""
         return self.finish_scores(self.scaled_product(q, k), at)
 
     def scaled_product(self, q: Tensor, k: Tensor) -> Tensor:
         """softmax_scale * q.k"""
         return grouped_matmul(q, k.transpose(-1, -2)) * self.problem.softmax_scale
 
-    def finish_scores(self, product: Tensor, at: TileBounds) -> tuple[Tensor, Tensor | None]:
+    def finish_scores(self, product: Tensor, at: TileBounds) -> TileScores:
         """`scores` of a scaled product."""
         s, softcap_grad = self.apply_softcap(product)
         s = self._add_linear_terms(s, self.x, at)
         visible = self.head_slice.visibility.tile(*at, s.device)
-        return s if visible is None else s.masked_fill(~visible, -torch.inf), softcap_grad
+        modified = self._modify(s, visible, at)
+        s = s if modified is None else modified.scores()
+        s = s if visible is None else s.masked_fill(~visible, -torch.inf)
+        return TileScores(s, softcap_grad, modified)
 
-    def tangents(
-        self, product: Tensor, softcap_grad: Tensor | None, dx: Tangents, at: TileBounds
-    ) -> Tensor:
-        """ds from the tangent of q.k, (b, h, m, n), and the tangents of slopes and bias. Hidden
-        cells hold any value.
+    def _modify(self, s: Tensor, visible: Tensor | None, at: TileBounds) -> ModifiedTile | None:
+        """score_mod on the scores of a tile."""
+        if self.problem.score_mod is None:
+            return None
+        first_head = self.head_slice.first_head + self.problem.first_head
+        corner = self.head_slice.first_batch, first_head, at.q0, at.k0
+        indices = []
+        for dim, (first, size) in enumerate(zip(corner, s.shape, strict=True)):
+            shape = [-1 if dim == i else 1 for i in range(4)]
+            indices.append(torch.arange(first, first + size, device=s.device).view(shape))
+        return ModifiedTile(self.problem.score_mod, self.x, s, Cells(*indices, visible))
+
+    def tangents(self, product: Tensor, of: TileScores, dx: Tangents, at: TileBounds) -> Tensor:
+        """ds from the tangent of q.k, (b, h, m, n), and those of the other tensors in the scores
+        `of`. Hidden cells hold any value.
         """
-        ds = product * self.problem.softmax_scale
-        ds = ds if softcap_grad is None else ds * softcap_grad
+        ds = self.tangents_before_score_mod(product, of, dx, at)
+        return ds if of.modified is None else of.modified.tangent(ds, dx.captured)
+
+    def tangents_before_score_mod(
+        self, product: Tensor, of: TileScores, dx: Tangents, at: TileBounds
+    ) -> Tensor:
+        """The tangents of the scores before score_mod."""
+        ds = of.product_gradient(product * self.problem.softmax_scale)
         return self._add_linear_terms(ds, dx, at)
 
     def _add_linear_terms(self, s: Tensor, x: Tensors | Tangents, at: TileBounds) -> Tensor:

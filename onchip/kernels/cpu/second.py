@@ -5,7 +5,7 @@
                 | pass 2, one tile of keys each:
                 |   p = exp(s - lse)    r = ds - t_lse    g = dout . v - delta    h = dout . dv
                 |   dL/d(ds) = p g      dL/ds = p (r g + h - phi)      dL/dv = (p r)^T dout
-                |   chain rule through softcap and scale -> dq, dk, dbias, dsinks
+                |   chain rule through score_mod, softcap and scale -> dq, dk, dbias, dcaptured
 
 ds and dv are the tangents of the scores and values, L = dout . t_out + dlse . t_lse. The formulas
 are derived in docs/fold.md ("Second derivatives"). Batch 1, one head, 300 tokens, tiles of 128: the
@@ -40,7 +40,10 @@ def tangent_gradients(
 ) -> Grads:
     wide = accumulator_dtype(problem.dtype)
     dq, dk, dv = (t.new_zeros(t.shape, dtype=wide) for t in x[:3])
-    learned = (None if t is None else t.new_zeros(t.shape, dtype=wide) for t in (x.bias, x.sinks))
+    learned = (
+        None if t is None else t.new_zeros(t.shape, dtype=wide)
+        for t in (x.bias, x.sinks, x.captured)
+    )
     total = Grads(dq, dk, dv, *learned)
     for head_slice in head_slices(problem, x):
         _add_head_slice(Scorer(problem, x, head_slice), dx, dout, dlse, total)
@@ -96,24 +99,29 @@ def _add_tile(
     heads, seqlen, dim).
     """
     product = scorer.scaled_product(tile.q, tile.k)
-    s, softcap_grad = scorer.finish_scores(product, at)
+    scores = scorer.finish_scores(product, at)
     dproduct = tile.product_tangent()
-    dproduct = torch.zeros_like(s) if dproduct is None else dproduct
-    p = torch.exp(s - rows.lse)
-    r = (scorer.tangents(dproduct, softcap_grad, dx, at) - rows.t_lse).masked_fill(p == 0, 0.0)
+    dproduct = torch.zeros_like(product) if dproduct is None else dproduct
+    p = torch.exp(scores.s - rows.lse)
+    r = (scorer.tangents(dproduct, scores, dx, at) - rows.t_lse).masked_fill(p == 0, 0.0)
     g = grouped_matmul(rows.dout, tile.v.transpose(-1, -2)) - rows.delta
     grad_ds = p * g
     grad_s = grad_ds * r - p * rows.phi
     if tile.dv is not None:
         grad_s = grad_s + p * grouped_matmul(rows.dout, tile.dv.transpose(-1, -2))
+    grads.dv[:, :, at.k0 : at.k1] += sum_over_groups(p * r, rows.dout, tile.k.shape[1])
+    if scores.modified is not None:
+        t = scorer.tangents_before_score_mod(dproduct, scores, dx, at)
+        grad_s, grad_ds = scores.modified.second_order(
+            grad_s, grad_ds, t, dx.captured, grads.dcaptured
+        )
     if grads.dbias is not None:
         scorer.add_bias_gradient(grads.dbias, grad_s, at)
-    grads.dv[:, :, at.k0 : at.k1] += sum_over_groups(p * r, rows.dout, tile.k.shape[1])
     scale = scorer.problem.softmax_scale
-    if softcap_grad is not None:
-        curvature = scorer.softcap_curvature(product, softcap_grad) * dproduct * scale
-        grad_s = grad_s * softcap_grad + grad_ds * curvature
-        grad_ds = grad_ds * softcap_grad
+    if scores.softcap_grad is not None:
+        curvature = scorer.softcap_curvature(product, scores.softcap_grad) * dproduct * scale
+        grad_s = scores.product_gradient(grad_s) + grad_ds * curvature
+        grad_ds = scores.product_gradient(grad_ds)
     _add_product_gradients(tile, grad_s * scale, grad_ds * scale, at, grads)
 
 

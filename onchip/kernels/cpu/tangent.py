@@ -33,7 +33,7 @@ from onchip.kernels.cpu.tile_loop import key_tiles, load_operands, load_tangents
 
 OPTIONS = {
     *("causal", "window_size", "packed", "has_mask", "deterministic"),
-    *("softcap", "has_alibi", "has_bias", "has_sinks"),
+    *("softcap", "score_mod", "has_alibi", "has_bias", "has_sinks"),
 }
 
 
@@ -104,10 +104,10 @@ def fold_row_tile(scorer: Scorer, dx: Tangents, rows: DualOperands, q0: int) -> 
 def _scores(
     scorer: Scorer, dx: Tangents, tile: DualOperands, at: TileBounds
 ) -> tuple[Tensor, Tensor]:
-    s, softcap_grad = scorer.scores(tile.q, tile.k, at)
+    scores = scorer.scores(tile.q, tile.k, at)
     product = tile.product_tangent()
-    product = torch.zeros_like(s) if product is None else product
-    return s, scorer.tangents(product, softcap_grad, dx, at)
+    product = torch.zeros_like(scores.s) if product is None else product
+    return scores.s, scorer.tangents(product, scores, dx, at)
 
 
 def _empty(rows: DualOperands) -> DualState:

@@ -32,7 +32,7 @@ from onchip.kernels.cpu.tile_loop import key_tiles, load_operands, row_tiles
 # Every option but those of pages, which are gathered first.
 OPTIONS = {
     *("causal", "window_size", "packed", "has_mask", "deterministic", "return_stats"),
-    *("softcap", "has_alibi", "has_bias", "has_sinks"),
+    *("softcap", "score_mod", "has_alibi", "has_bias", "has_sinks"),
     *("dropout_p", "has_positions", "first_head", "wide_grads"),
 }
 
@@ -72,7 +72,7 @@ def _fold_row_tile(
     """
 
     def score(at: TileBounds) -> Tensor:
-        return scorer.scores(q, k[:, :, at.k0 : at.k1], at)[0]
+        return scorer.scores(q, k[:, :, at.k0 : at.k1], at).s
 
     def add_values(acc: Tensor, p: Tensor, at: TileBounds) -> Tensor:
         return acc + grouped_matmul(scorer.apply_dropout(p, at), v[:, :, at.k0 : at.k1])
@@ -101,15 +101,18 @@ def backward(
 ) -> Grads:
     wide = accumulator_dtype(problem.dtype)
     dq, dk, dv = (t.new_zeros(t.shape, dtype=wide) for t in (x.q, x.k, x.v))
-    dbias = None if x.bias is None else x.bias.new_zeros(x.bias.shape, dtype=wide)
+    dbias, dcaptured = (
+        None if t is None else t.new_zeros(t.shape, dtype=wide) for t in (x.bias, x.captured)
+    )
+    sums = Grads(dq, dk, dv, dbias, dcaptured=dcaptured)
     delta = row_delta(out, dout, dlse)
     safe_lse = lse.masked_fill(lse == -torch.inf, 0.0)  # such rows have s = -inf throughout: p = 0
     for head_slice in head_slices(problem, x):
         scorer = Scorer(problem, x, head_slice)
-        _backward_head_slice(scorer, safe_lse, delta, dout, Grads(dq, dk, dv, dbias))
+        _backward_head_slice(scorer, safe_lse, delta, dout, sums)
     dsinks = None if x.sinks is None else sink_gradient(x.sinks, lse, delta)
     dq, dk, dv = (t.to(grad_dtype(problem)) for t in (dq, dk, dv))
-    return Grads(dq, dk, dv, dbias, dsinks)
+    return Grads(dq, dk, dv, dbias, dsinks, dcaptured)
 
 
 def _backward_head_slice(
@@ -130,16 +133,18 @@ def _backward_head_slice(
         rows = slice(q0, q1)
         for at in key_tiles(head_slice, q[:, :, rows], q0):
             keys = slice(at.k0, at.k1)
-            s, softcap_grad = scorer.scores(q[:, :, rows], k[:, :, keys], at)
-            p = torch.exp(s - lse[:, :, rows])
+            scores = scorer.scores(q[:, :, rows], k[:, :, keys], at)
+            p = torch.exp(scores.s - lse[:, :, rows])
             dp = grouped_matmul(dout[:, :, rows], v[:, :, keys].transpose(-1, -2))
             dropped = scorer.apply_dropout(p, at)
             dv[:, :, keys] += sum_over_groups(dropped, dout[:, :, rows], k.shape[1])
             ds = p * (scorer.apply_dropout(dp, at) - delta[:, :, rows])
+            if scores.modified is not None and grads.dcaptured is not None:
+                scores.modified.add_captured_gradient(grads.dcaptured, ds)
+            ds = scores.before_score_mod(ds)
             if grads.dbias is not None:
                 scorer.add_bias_gradient(grads.dbias, ds, at)
-            ds = ds if softcap_grad is None else ds * softcap_grad
-            ds = ds * problem.softmax_scale
+            ds = scores.product_gradient(ds) * problem.softmax_scale
             dq[:, :, rows] += grouped_matmul(ds, k[:, :, keys])
             dk[:, :, keys] += sum_over_groups(ds, q[:, :, rows], k.shape[1])
 
