@@ -54,8 +54,8 @@ class Tensors(NamedTuple):
     number of its sequence within the batch entry. positions_k, int32 (seqlen_k,), holds the
     position of each key. ALiBi and dropout use them; causal and window use the indices of the call.
 
-    captured and captured_ints, of one dimension, belong to calls with score_mod: the elements of the
-    floats, and of the integers and bools, that the function indexes (ScoreMod.flatten).
+    captured and captured_ints, of one dimension, belong to calls with score_mod: the elements of
+    the floats, and of the integers and bools, that the function indexes (ScoreMod.flatten).
 
     k_scales and v_scales, fp32 (num_pages, page_size, num_kv_heads), belong to pages of 8 bits: a
     key is its stored values times its scale.

@@ -960,8 +960,8 @@ def _fold_arguments(size: int, in_dims: Sequence, args: Sequence) -> list[Any]:
 
 
 _VMAP_SERVES = (
-    "vmap serves dense calls mapped over q, k, v, bias, alibi_slopes, tensors of score_mod and tensors"
-    " as masks, without dropout"
+    "vmap serves dense calls mapped over q, k, v, bias, alibi_slopes, tensors of score_mod and"
+    " tensors as masks, without dropout"
 )
 
 
