@@ -1,5 +1,5 @@
-"""Trace a score function: call it with symbols in place of the score and the indices, and record the
-operations that it applies to them.
+"""Trace a score function: call it with symbols in place of the score and the indices, and record
+the operations that it applies to them.
 
     f(score, b, h, q, k)   ->  Symbol +, *, <, ...           Symbol's operators
                                torch.tanh(symbol), where     Symbol.__torch_function__
@@ -209,8 +209,8 @@ class _Traced:
 
 
 class Symbol(_Traced):
-    """A value that a score function computes: an operation of the trace. Its shape, dtype and device
-    are those with which the function may make constants.
+    """A value that a score function computes: an operation of the trace. Its shape, dtype and
+    device are those with which the function may make constants.
     """
 
     shape = torch.Size(())
@@ -292,13 +292,7 @@ def _name(func: Any) -> str:
     """The name of a function of torch without its module, or of another with it."""
     name = getattr(func, "__name__", str(func))
     module = (resolve_name(func) or "").rpartition(".")[0]
-    is_torch = module in (
-        "torch",
-        "torch.Tensor",
-        "torch.special",
-        "torch.nn.functional",
-        "torch.linalg",
-    )
+    is_torch = module in ("torch", "torch.Tensor", "torch.special", "torch.nn.functional")
     return name.removeprefix("special_").strip("_") if is_torch else str(func)
 
 
@@ -342,12 +336,14 @@ def _div(x: _Tracer, a: Any, b: Any, *, rounding_mode: str | None = None) -> int
     a, b = x.number(a), x.number(b)
     if rounding_mode == "floor":
         return x.builder.apply("floordiv", a, b)
-    quotient = x.builder.apply("div", a, b)
     if rounding_mode is None:
-        return quotient
-    whole = x.builder.apply("trunc", quotient)
-    is_integer = x.builder.kinds[a] == x.builder.kinds[b] == "i"
-    return x.builder.convert(whole, "i") if is_integer else whole
+        return x.builder.apply("div", a, b)
+    if "f" in (x.builder.kinds[a], x.builder.kinds[b]):
+        return x.builder.apply("trunc", x.builder.apply("div", a, b))
+    zero = x.builder.constant(0)
+    is_negative = x.builder.apply("xor", *(x.builder.apply("lt", n, zero) for n in (a, b)))
+    whole = x.builder.apply("floordiv", *(x.builder.apply("abs", n) for n in (a, b)))
+    return x.builder.where(is_negative, x.builder.apply("neg", whole), whole)
 
 
 def _where(x: _Tracer, condition: Any, input: Any, other: Any) -> int:
@@ -472,23 +468,11 @@ def _operator(name: str, is_reflected: bool = False) -> Callable[..., Symbol]:
     return method
 
 
+_BINARY_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_BINARY_OPERATORS += ("and", "or", "xor", "lshift", "rshift")
 for _class in (Symbol, Element):
     for _operation in ("neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge"):
         setattr(_class, f"__{_operation}__", _operator(_operation))
-    for _operation in (
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "and",
-        "or",
-        "xor",
-    ):
-        setattr(_class, f"__{_operation}__", _operator(_operation))
-        setattr(_class, f"__r{_operation}__", _operator(_operation, is_reflected=True))
-    for _operation in ("lshift", "rshift"):
+    for _operation in _BINARY_OPERATORS:
         setattr(_class, f"__{_operation}__", _operator(_operation))
         setattr(_class, f"__r{_operation}__", _operator(_operation, is_reflected=True))
