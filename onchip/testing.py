@@ -236,6 +236,8 @@ def _modify_scores(score_mod: Callable, s: Tensor, first: int) -> Tensor:
     """score_mod(score, b, h, q, k) of every score as torch itself evaluates it: one score a call,
     mapped over the four dimensions as FlexAttention does.
     """
+    if not s.numel():
+        return s
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     indices = [torch.arange(n, device=s.device) for n in s.shape]
