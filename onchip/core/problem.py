@@ -112,8 +112,8 @@ class Options(NamedTuple):
        core/signatures.py, where each class names its functions.
     3. The kernels that compute it, forward and backward, and declare it in `Backend.options`. The
        CPU kernels read scores from kernels/cpu/scores.py. `tiled` has the chain rule in
-       `_backward_head_slice`. Forward mode and second derivatives have it in kernels/cpu/tangent.py,
-       which declares the options of both, and in second.py. `reference` differentiates the scores
+       `_backward_head_slice`, for forward mode in kernels/cpu/tangent.py and for second derivatives
+       in second.py; tangent.py declares the options of both. `reference` differentiates the scores
        by autograd.
     4. The score formula of docs/fold.md and the oracle in testing.py, with which tests compare.
     5. docs/options.md and docs/limits.md, a row of benchmarks.tables.SUPPORT_ROWS (then `python -m

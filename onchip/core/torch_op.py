@@ -889,7 +889,8 @@ def _attention_vmap(info, in_dims, *args):
         attend_entry = lambda *entry: _ATTENTION(*entry, precise_delta)
         return _map_entries(attend_entry, info, in_dims[:-1], *inputs)
     out, lse, stats = _ATTENTION(*_fold_arguments(size, in_dims, inputs), precise_delta)
-    out, lse = (_unfold(t, size) for t in (out, lse))
+    batch = _batch_of_entry(inputs[0], in_dims[0])
+    out, lse = (t.unflatten(0, (size, batch)) for t in (out, lse))
     if not stats.numel():
         return (out, lse, stats), (0, 0, None)
     return (out, lse, stats.unflatten(1, (size, -1))), (0, 0, 1)
@@ -911,7 +912,8 @@ def _gradients_vmap(info, in_dims, *args):
         return _map_entries(_GRADIENTS, info, in_dims, *args)
     saved = [_fold(t, dim, size) for t, dim in zip(args[:n], in_dims, strict=False)]
     grads = _GRADIENTS(*saved, *_fold_arguments(size, in_dims[n:], args[n:]))
-    mapped = [_unfold(t, size) for t in grads[:3]]
+    batch = _batch_of_entry(x.q, in_dims[n])
+    mapped = [t.unflatten(0, (size, batch)) for t in grads[:3]]
     return (*mapped, *grads[3:]), (*(0, 0, 0), *(None for _ in LEARNED))
 
 
@@ -952,7 +954,7 @@ def _fold_arguments(size: int, in_dims: Sequence, args: Sequence) -> list[Any]:
     if mapped - {"q", "k", "v", "bias", "alibi_slopes"} or any(t is not None for t in unmappable):
         raise UnsupportedError(_VMAP_SERVES)
     _check_no_seed(args)
-    batch = x.q.shape[1 if dims["q"] == 0 else 0]
+    batch = _batch_of_entry(x.q, dims["q"])
     folded = [*args]
     folded[:3] = (_fold(t, dim, size) for t, dim in zip(x[:3], in_dims, strict=False))
     for name, rank in (("bias", 4), ("alibi_slopes", 2)):
@@ -982,9 +984,9 @@ def _fold(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     return t.flatten(0, 1)
 
 
-def _unfold(t: Tensor, size: int) -> Tensor:
-    """The inverse of _fold for a tensor whose first dimension is `size` times the batch."""
-    return t.reshape(size, t.shape[0] // max(1, size), *t.shape[1:])
+def _batch_of_entry(q: Tensor, dim: int | None) -> int:
+    """The batch of each entry of a mapped dimension."""
+    return q.shape[1 if dim == 0 else 0]
 
 
 def _fold_shared(t: Tensor | None, dim: int | None, size: int, batch: int, rank: int) -> Any:
