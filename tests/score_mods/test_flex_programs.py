@@ -175,7 +175,7 @@ REFUSED = {
     "16 bits": (lambda s, b, h, q, k: s.to(torch.bfloat16), "torch.bfloat16"),
     "None": (lambda s, b, h, q, k: None, "NoneType"),
     "complex": (lambda s, b, h, q, k: s + 1j, "complex"),
-    "complex elements": (lambda s, b, h, q, k: s + TABLE.cfloat()[h, q, k], "torch.complex64"),
+    "complex elements": (lambda s, b, h, q, k: s + TABLE.to(torch.complex64)[h, q, k], "torch.complex64"),
 }
 
 
