@@ -1,5 +1,5 @@
-"""Trace a score function: call it with symbols in place of the score and the indices, and record the
-operations that it applies to them.
+"""Trace a score function: call it with symbols in place of the score and the indices, and record
+the operations that it applies to them.
 
     f(score, b, h, q, k)   ->  Symbol +, *, <, ...           Symbol's operators
                                torch.tanh(symbol), where     Symbol.__torch_function__
@@ -153,18 +153,19 @@ class _Tracer:
         return self.builder.load(at, kind, tuple(indices))
 
     def note(self, func: Any, operands: "list[Any]", result: Any) -> None:
-        """Note the tensors that the function makes, of numbers or from other tensors, and whether
-        it reads values. Views of captured tensors are not made.
+        """Note the tensors that the function makes, of numbers or from other tensors and random
+        numbers, and whether it reads values. Views of captured tensors are not made.
         """
         operands = [x for x in operands if isinstance(x, Tensor)]
         captured = [x for x in operands if id(x) not in self.constants]
-        if captured and getattr(func, "__name__", "") in _READERS:
+        name = getattr(func, "__name__", "")
+        if captured and name in _READERS:
             self.reads_values = True
         kept = [_storage(x) for x in operands if _storage(x) not in self.computed]
         for made in _leaves([result]):
             if not isinstance(made, Tensor) or _storage(made) in kept:
                 continue
-            if operands:
+            if operands or name.startswith(("rand", "normal")):
                 self.computed[_storage(made)] = made
             else:
                 self.constants[id(made)] = made
@@ -178,8 +179,8 @@ class _Tracer:
         for t in self.tensors:
             if _storage(t) in self.computed:
                 raise ValueError(
-                    f"score_mod computes a tensor of shape {tuple(t.shape)} from others and indexes"
-                    " it: compute it before, or pass the function itself as score_mod, which"
+                    f"score_mod computes a tensor of shape {tuple(t.shape)} and indexes it:"
+                    " compute it before, or pass the function itself as score_mod, which"
                     " traces it in every call"
                 )
 
@@ -255,8 +256,8 @@ class _Traced:
 
 
 class Symbol(_Traced):
-    """A value that a score function computes: an operation of the trace. Its shape, dtype and device
-    are those with which the function may make constants.
+    """A value that a score function computes: an operation of the trace. Its shape, dtype and
+    device are those with which the function may make constants.
     """
 
     shape = torch.Size(())
@@ -355,13 +356,7 @@ def _name(func: Any) -> str:
     name = getattr(func, "__name__", str(func))
     name = name.strip("_") if name.startswith("_") else name  # but abs_ is not abs
     module = (resolve_name(func) or "").rpartition(".")[0]
-    is_torch = module in (
-        "torch",
-        "torch.Tensor",
-        "torch.special",
-        "torch.nn.functional",
-        "torch.linalg",
-    )
+    is_torch = module in ("torch", "torch.Tensor", "torch.special", "torch.nn.functional")
     return name.removeprefix("special_") if is_torch else str(func)
 
 
@@ -437,12 +432,14 @@ def _div(x: _Tracer, a: Any, b: Any, *, rounding_mode: str | None = None) -> int
     a, b = x.number(a), x.number(b)
     if rounding_mode == "floor":
         return x.builder.apply("floordiv", a, b)
-    quotient = x.builder.apply("div", a, b)
     if rounding_mode is None:
-        return quotient
-    whole = x.builder.apply("trunc", quotient)
-    is_integer = x.builder.kinds[a] == x.builder.kinds[b] == "i"
-    return x.builder.convert(whole, "i") if is_integer else whole
+        return x.builder.apply("div", a, b)
+    if "f" in (x.builder.kinds[a], x.builder.kinds[b]):
+        return x.builder.apply("trunc", x.builder.apply("div", a, b))
+    zero = x.builder.constant(0)
+    is_negative = x.builder.apply("xor", *(x.builder.apply("lt", n, zero) for n in (a, b)))
+    whole = x.builder.apply("floordiv", *(x.builder.apply("abs", n) for n in (a, b)))
+    return x.builder.where(is_negative, x.builder.apply("neg", whole), whole)
 
 
 def _where(x: _Tracer, condition: Any, input: Any, other: Any) -> int:
@@ -636,24 +633,11 @@ def _operator(name: str, is_reflected: bool = False) -> Callable[..., Symbol]:
     return method
 
 
+_BINARY_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_BINARY_OPERATORS += ("and", "or", "xor", "lshift", "rshift", "matmul")
 for _class in (Symbol, Element):
     for _operation in ("neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge"):
         setattr(_class, f"__{_operation}__", _operator(_operation))
-    for _operation in (
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "and",
-        "or",
-        "xor",
-        "matmul",
-    ):
-        setattr(_class, f"__{_operation}__", _operator(_operation))
-        setattr(_class, f"__r{_operation}__", _operator(_operation, is_reflected=True))
-    for _operation in ("lshift", "rshift"):
+    for _operation in _BINARY_OPERATORS:
         setattr(_class, f"__{_operation}__", _operator(_operation))
         setattr(_class, f"__r{_operation}__", _operator(_operation, is_reflected=True))

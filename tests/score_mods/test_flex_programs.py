@@ -175,7 +175,10 @@ REFUSED = {
     "16 bits": (lambda s, b, h, q, k: s.to(torch.bfloat16), "torch.bfloat16"),
     "None": (lambda s, b, h, q, k: None, "NoneType"),
     "complex": (lambda s, b, h, q, k: s + 1j, "complex"),
-    "complex elements": (lambda s, b, h, q, k: s + TABLE.to(torch.complex64)[h, q, k], "torch.complex64"),
+    "complex elements": (
+        lambda s, b, h, q, k: s + TABLE.to(torch.complex64)[h, q, k],
+        "torch.complex64",
+    ),
 }
 
 
@@ -217,6 +220,7 @@ def _fail(*_):
         lambda s, b, h, q, k: s + (TABLE * 2)[0][q, k],
         lambda s, b, h, q, k: s + PER_HEAD.sort()[0][h],
         lambda s, b, h, q, k: s * PER_HEAD.mean(),
+        lambda s, b, h, q, k: s * torch.rand(()),
         lambda s, b, h, q, k: s * PER_HEAD[0].item(),
         lambda s, b, h, q, k: s * (2.0 if PER_HEAD[0] > 0 else 1.0),
     ],
