@@ -394,8 +394,10 @@ def _wrapping_dtype(tracer: _Tracer, name: str, operands: list[Any]) -> torch.dt
     for x in operands:
         if isinstance(x, Tensor):
             dtypes.append(_narrow_dtype(x))
-        elif isinstance(x, _Traced):
-            dtypes.append(x.narrow if isinstance(x, Symbol) else _narrow_dtype(x.tensor))
+        elif isinstance(x, Symbol):
+            dtypes.append(x.narrow)
+        elif isinstance(x, Element):
+            dtypes.append(_narrow_dtype(x.tensor))
         elif isinstance(x, float):
             dtypes.append(None)
     if name in _WIDENING or not dtypes or None in dtypes:

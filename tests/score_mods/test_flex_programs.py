@@ -305,6 +305,7 @@ class Attention(nn.Module):
         return onchip.attention(q, k, v, score_mod=self.kept)
 
 
+@pytest.mark.slow
 def test_compiled_modules_have_the_gradient_of_a_kept_trace_for_any_length():
     module = Attention()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
