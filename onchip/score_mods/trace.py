@@ -246,7 +246,8 @@ class _Traced:
 
     def __array_ufunc__(self, ufunc, method, *args, **kwargs):
         """numpy's functions, such as the product of a number of numpy and a symbol."""
-        return _call(self.tracer, ufunc.__name__, args, kwargs)
+        name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
+        return _call(self.tracer, name, args, kwargs)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -392,12 +393,13 @@ def _wrapping_dtype(tracer: _Tracer, name: str, operands: list[Any]) -> torch.dt
     """
     dtypes = []
     for x in operands:
-        if isinstance(x, Tensor):
-            dtypes.append(_narrow_dtype(x))
+        tensor = x.tensor if isinstance(x, Element) else x
+        if isinstance(tensor, Tensor | Symbol) and tensor.dtype == torch.bool:
+            continue  # a bool has the dtype of the other operand
+        if isinstance(tensor, Tensor):
+            dtypes.append(_narrow_dtype(tensor))
         elif isinstance(x, Symbol):
             dtypes.append(x.narrow)
-        elif isinstance(x, Element):
-            dtypes.append(_narrow_dtype(x.tensor))
         elif isinstance(x, float):
             dtypes.append(None)
     if name in _WIDENING or not dtypes or None in dtypes:

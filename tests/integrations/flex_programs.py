@@ -576,8 +576,8 @@ def section() -> str:
 
 def _introduction(served: int, refused: int) -> str:
     text = (
-        f"{served} functions are served and {refused} are refused by name. The functions are those"
-        " of [attention-gym](https://github.com/meta-pytorch/attention-gym) and of known models,"
+        f"{served} functions are served and {refused} are refused by name. They are functions of"
+        " [attention-gym](https://github.com/meta-pytorch/attention-gym) and of known models,"
         " stated anew in [flex_programs.py](../../tests/integrations/flex_programs.py), which"
         " writes this section. A test compares each served one with torch's own `flex_attention`,"
         " forward and backward, and this section with the verdicts of today. What looks into the"

@@ -165,6 +165,11 @@ REFUSED = {
     "an own gradient": (lambda s, b, h, q, k: Straight.apply(s), "autograd.Function"),
     "detach": (lambda s, b, h, q, k: s.detach(), "detach"),
     "int8 that wraps": (lambda s, b, h, q, k: s + BYTES[q, k] * BYTES[q, 0], "torch.int8.*int()"),
+    "int8 of where": (
+        lambda s, b, h, q, k: s + -torch.where(q > k, BYTES[q, k], 0),
+        "neg of elements of torch.int8",
+    ),
+    "a reduction of numpy": (lambda s, b, h, q, k: np.add.reduce(s), "add.reduce"),
     "matmul": (lambda s, b, h, q, k: s + TABLE[h, q] @ TABLE[h, q], "matmul"),
     "dot": (lambda s, b, h, q, k: s + torch.dot(TABLE[h, q], TABLE[h, q]), "dot"),
     "a sum of a row": (lambda s, b, h, q, k: s + TABLE[h, q].sum(), "indexes 2 dimensions"),
