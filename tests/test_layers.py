@@ -106,7 +106,7 @@ ALLOWED = {
     "integrations": {
         *("core.backend", "core.call_cache", "core.device", "core.functional", "core.problem"),
         *("core.signatures", "core.torch_mode", "core.torch_op", "core.validation", "core.values"),
-        *("kernels.cpu", "masks", "models"),
+        *("kernels.cpu", "masks", "models", "score_mods"),
     },
     "__init__": {
         "core.backend",

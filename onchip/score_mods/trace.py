@@ -11,8 +11,9 @@ symbol. A tensor that it uses must be indexed to a single element. Everything el
 UnsupportedError with the name of the operation.
 """
 
+import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Number as PythonNumber
 from typing import Any, NamedTuple, NoReturn
 
@@ -84,13 +85,24 @@ def _trace(score_mod: ScoreFunction, is_kept: bool) -> ScoreMod:
         )
     tracer = _Tracer()
     symbols = [Symbol(tracer, tracer.builder.read(name)) for name in INPUTS]
-    with _IndexMode(tracer):
-        result = score_mod(*symbols)
+    with torch.enable_grad(), _IndexMode(tracer):
+        result = _call_function(score_mod, symbols)
     score = tracer.builder.convert(tracer.number(result), "f")
     if is_kept:
         tracer.check_kept()
     expression = tracer.builder.finish(score, tuple(tracer.captured))
     return ScoreMod(to_text(expression), tuple(tracer.tensors))
+
+
+def _call_function(score_mod: ScoreFunction, symbols: "list[Symbol]") -> Any:
+    """score_mod of the symbols. A function of other arguments raises a TypeError that says so."""
+    try:
+        return score_mod(*symbols)
+    except TypeError as error:
+        is_from_call = error.__traceback__ is not None and error.__traceback__.tb_next is None
+        if not is_from_call:
+            raise
+        raise TypeError(f"score_mod is called with (score, b, h, q, k): {error}") from None
 
 
 class _Tracer:
@@ -100,8 +112,9 @@ class _Tracer:
         self.builder = Builder()
         self.tensors: list[Tensor] = []
         self.captured: list[Captured] = []
-        self.computed: dict[int, Tensor] = {}  # by id: tensors that the function computed
+        self.computed: dict[int, Tensor] = {}  # by storage: tensors that the function computed
         self.constants: dict[int, Tensor] = {}  # by id: tensors that it made of numbers
+        self.reads_values = False  # of a captured tensor, as Python numbers
 
     def number(self, x: Any) -> int:
         """The operation of an operand: a symbol, a number or a tensor of one element."""
@@ -111,6 +124,8 @@ class _Tracer:
             return x.operation
         if isinstance(x, Tensor):
             return self._scalar(x)
+        if type(x).__module__ == "numpy" and not x.shape:
+            x = x.item()
         if isinstance(x, PythonNumber) and not isinstance(x, complex):
             return self.builder.constant(_plain(x))
         raise UnsupportedError(f"score_mod computes with a {type(x).__name__}: {x!r:.60}")
@@ -137,20 +152,51 @@ class _Tracer:
         at = same[0] if same else len(self.tensors) - 1
         return self.builder.load(at, kind, tuple(indices))
 
+    def note(self, func: Any, operands: "list[Any]", result: Any) -> None:
+        """Note the tensors that the function makes, of numbers or from other tensors and random
+        numbers, and whether it reads values. Views of captured tensors are not made.
+        """
+        operands = [x for x in operands if isinstance(x, Tensor)]
+        captured = [x for x in operands if id(x) not in self.constants]
+        name = getattr(func, "__name__", "")
+        if captured and name in _READERS:
+            self.reads_values = True
+        kept = [_storage(x) for x in operands if _storage(x) not in self.computed]
+        for made in _leaves([result]):
+            if not isinstance(made, Tensor) or _storage(made) in kept:
+                continue
+            if operands or name.startswith(("rand", "normal")):
+                self.computed[_storage(made)] = made
+            else:
+                self.constants[id(made)] = made
+
     def check_kept(self) -> None:
+        if self.reads_values:
+            raise ValueError(
+                "score_mod reads the value of a tensor (item, float, if): compute it before, or"
+                " pass the function itself as score_mod, which traces it in every call"
+            )
         for t in self.tensors:
-            if id(t) in self.computed:
+            if _storage(t) in self.computed:
                 raise ValueError(
-                    f"score_mod computes a tensor of shape {tuple(t.shape)} from others and indexes"
-                    " it: compute it before, or pass the function itself as score_mod, which"
+                    f"score_mod computes a tensor of shape {tuple(t.shape)} and indexes it:"
+                    " compute it before, or pass the function itself as score_mod, which"
                     " traces it in every call"
                 )
 
 
+def _storage(t: Tensor) -> int:
+    """The identity of the memory of a tensor; of the tensor if it has none of its own."""
+    try:
+        return t.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return id(t)
+
+
 def _plain(x: Any) -> float | int | bool:
     """A Python number: numpy's are converted."""
-    if isinstance(x, bool) or type(x).__name__ == "bool_":
-        return bool(x)
+    if isinstance(x, bool):
+        return x
     return operator.index(x) if hasattr(x, "__index__") else float(x)
 
 
@@ -165,11 +211,7 @@ class _IndexMode(TorchFunctionMode):
         if func is Tensor.__getitem__ and _has_symbol(args[1]):
             return Element(self.tracer, args[0]).__getitem__(args[1])
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and not result._is_view():
-            operands = [*args, *(kwargs or {}).values()]
-            is_computed = any(isinstance(x, Tensor) for x in operands)
-            kept = self.tracer.computed if is_computed else self.tracer.constants
-            kept[id(result)] = result
+        self.tracer.note(func, _leaves((*args, *(kwargs or {}).values())), result)
         return result
 
 
@@ -199,7 +241,13 @@ class _Traced:
         )
 
     __int__ = __float__ = __index__ = __complex__ = item = tolist = _refuse_number
+    __round__ = __floor__ = __ceil__ = __trunc__ = _refuse_number
     __hash__ = object.__hash__
+
+    def __array_ufunc__(self, ufunc, method, *args, **kwargs):
+        """numpy's functions, such as the product of a number of numpy and a symbol."""
+        name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
+        return _call(self.tracer, name, args, kwargs)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -216,9 +264,15 @@ class Symbol(_Traced):
     shape = torch.Size(())
     device = torch.device("cpu")
 
-    def __init__(self, tracer: _Tracer, operation: int):
+    def __init__(self, tracer: _Tracer, operation: int, narrow: torch.dtype | None = None):
         self.tracer = tracer
         self.operation = operation
+        self.narrow = narrow  # the dtype of integers of fewer than 32 bits, which wrap around
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise UnsupportedError("score_mod indexes a value that it computes, which is one number")
+
+    __iter__ = __len__ = lambda self: self[0]  # refused, too
 
     @property
     def dtype(self) -> torch.dtype:
@@ -255,7 +309,15 @@ class Element(_Traced):
                 f"score_mod indexes a tensor of shape {tuple(self.tensor.shape)} by"
                 f" {len(element.indices)} indices"
             )
-        return element if missing else Symbol(self.tracer, element.operation)
+        if missing:
+            return element
+        return Symbol(self.tracer, element.operation, _narrow_dtype(self.tensor))
+
+    def __len__(self) -> int:
+        return self.tensor.shape[len(self.indices)]
+
+    def __iter__(self) -> Iterator["Element | Symbol"]:
+        return (self[i] for i in range(len(self)))
 
     def _index(self, entry: Any) -> int:
         is_integer = isinstance(entry, Symbol | Element | int) and not isinstance(entry, bool)
@@ -289,11 +351,14 @@ def _leaves(args: Sequence[Any]) -> list[Any]:
 
 
 def _name(func: Any) -> str:
-    """The name of a function of torch without its module, or of another with it."""
+    """The name of a function of torch without its module, or of another with it. An operator has
+    the name of its method without underscores.
+    """
     name = getattr(func, "__name__", str(func))
+    name = name.strip("_") if name.startswith("_") else name  # but abs_ is not abs
     module = (resolve_name(func) or "").rpartition(".")[0]
     is_torch = module in ("torch", "torch.Tensor", "torch.special", "torch.nn.functional")
-    return name.removeprefix("special_").strip("_") if is_torch else str(func)
+    return name.removeprefix("special_") if is_torch else str(func)
 
 
 def _call(tracer: _Tracer, name: str, args: tuple, kwargs: dict[str, Any]) -> Symbol:
@@ -302,14 +367,49 @@ def _call(tracer: _Tracer, name: str, args: tuple, kwargs: dict[str, Any]) -> Sy
         raise UnsupportedError(
             f"score_mod uses {name}, which is not served; served: {', '.join(_served())}"
         )
+    if not torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"score_mod uses {name} under no_grad or in an autograd.Function: score_mod is"
+            " differentiated as a formula"
+        )
+    narrow = _wrapping_dtype(tracer, name, _leaves((*args, *kwargs.values())))
     try:
-        return Symbol(tracer, function(tracer, *args, **kwargs))
+        return Symbol(tracer, function(tracer, *args, **kwargs), narrow)
     except TypeError as error:
         if "argument" not in str(error):
             raise
         raise UnsupportedError(
             f"score_mod uses {name} with arguments not served: {error}"
         ) from None
+
+
+def _narrow_dtype(t: Tensor) -> torch.dtype | None:
+    return t.dtype if t.dtype in (torch.int8, torch.uint8, torch.int16) else None
+
+
+def _wrapping_dtype(tracer: _Tracer, name: str, operands: list[Any]) -> torch.dtype | None:
+    """The dtype in which torch computes with integers of few bits alone; None for another one. The
+    functions that could leave its range are refused: here they would not wrap around.
+    """
+    dtypes = []
+    for x in operands:
+        tensor = x.tensor if isinstance(x, Element) else x
+        if isinstance(tensor, Tensor | Symbol) and tensor.dtype == torch.bool:
+            continue  # a bool has the dtype of the other operand
+        if isinstance(tensor, Tensor):
+            dtypes.append(_narrow_dtype(tensor))
+        elif isinstance(x, Symbol):
+            dtypes.append(x.narrow)
+        elif isinstance(x, float):
+            dtypes.append(None)
+    if name in _WIDENING or not dtypes or None in dtypes:
+        return None
+    if name in _WRAPPING:
+        raise UnsupportedError(
+            f"score_mod uses {name} of elements of {dtypes[0]}, which would wrap around: convert"
+            " them before, as in t[k].int()"
+        )
+    return dtypes[0]
 
 
 def _served() -> list[str]:
@@ -365,8 +465,51 @@ def _clamp(x: _Tracer, a: Any, min: Any = None, max: Any = None) -> int:
 
 
 def _relu(x: _Tracer, a: Any, inplace: bool = False) -> int:
+    _check_not_inplace(inplace)
     a, zero = x.number(a), x.builder.constant(0)
     return x.builder.where(x.builder.apply("le", a, zero), zero, a)
+
+
+def _leaky_relu(x: _Tracer, a: Any, negative_slope: float = 0.01, inplace: bool = False) -> int:
+    _check_not_inplace(inplace)
+    a, zero = x.number(a), x.builder.constant(0)
+    below = x.builder.apply("mul", x.builder.constant(negative_slope), a)
+    return x.builder.where(x.builder.apply("gt", a, zero), a, below)
+
+
+def _silu(x: _Tracer, a: Any, inplace: bool = False) -> int:
+    _check_not_inplace(inplace)
+    a = x.number(a)
+    return x.builder.apply("mul", a, x.builder.apply("sigmoid", a))
+
+
+def _gelu(x: _Tracer, a: Any, approximate: str = "none") -> int:
+    """a / 2 * (1 + erf(a / sqrt(2))), or tanh(sqrt(2 / pi) * (a + 0.044715 a^3)) for erf(..)."""
+    a, apply, constant = x.number(a), x.builder.apply, x.builder.constant
+    if approximate == "tanh":
+        cube = apply("mul", a, apply("mul", a, a))
+        inner = apply("add", a, apply("mul", constant(0.044715), cube))
+        step = apply("tanh", apply("mul", constant(math.sqrt(2 / math.pi)), inner))
+    else:
+        step = apply("erf", apply("mul", a, constant(math.sqrt(0.5))))
+    return apply("mul", apply("mul", constant(0.5), a), apply("add", constant(1.0), step))
+
+
+def _check_not_inplace(inplace: bool) -> None:
+    if inplace:
+        raise UnsupportedError("score_mod uses inplace=True: use the result of the function")
+
+
+def _full_like(value: float) -> Callable[..., int]:
+    return lambda x, a: x.builder.convert(x.builder.constant(value), x.builder.kinds[x.number(a)])
+
+
+def _isnan(x: _Tracer, a: Any) -> int:
+    return x.builder.apply("ne", x.number(a), x.number(a))
+
+
+def _isinf(x: _Tracer, a: Any) -> int:
+    return x.builder.apply("eq", x.builder.apply("abs", x.number(a)), x.builder.constant(math.inf))
 
 
 def _square(x: _Tracer, a: Any) -> int:
@@ -388,6 +531,8 @@ def _to(x: _Tracer, a: Any, dtype: Any = None, **kwargs: Any) -> int:
     """Conversions. A float remains in the precision of the softmax, so narrow types are refused."""
     if kwargs.pop("non_blocking", False) or kwargs.pop("copy", False) or kwargs:
         raise UnsupportedError(f"score_mod uses to with {', '.join(kwargs) or 'copy'}")
+    if isinstance(dtype, Symbol):
+        dtype = dtype.dtype
     kind = _KINDS_OF_TYPES.get(dtype)
     if kind is None:
         raise UnsupportedError(
@@ -400,6 +545,22 @@ def _as(kind: Kind) -> Callable[..., int]:
     return lambda x, a: x.builder.convert(x.number(a), kind)
 
 
+# Functions that read the values of tensors.
+_READERS = frozenset(
+    (
+        *("item", "tolist", "numpy", "__array__"),
+        *("__int__", "__float__", "__bool__", "__index__"),
+    )
+)
+# Functions of integers of 8 or 16 bits: with a result beyond their range, and with a wider one.
+_WRAPPING = frozenset(
+    (
+        *("add", "sub", "subtract", "rsub", "mul", "multiply", "pow", "power", "square"),
+        *("neg", "negative", "abs", "absolute", "lshift", "bitwise_left_shift"),
+        *("not", "invert", "bitwise_not"),
+    )
+)
+_WIDENING = frozenset(("int", "long", "float", "double", "bool", "to", "type", "type_as"))
 _KINDS_OF_TYPES = {
     **dict.fromkeys((torch.float32, torch.float64, float), "f"),
     **dict.fromkeys((torch.int64, torch.int32, int), "i"),
@@ -416,6 +577,7 @@ _FUNCTIONS: dict[str, Callable[..., int]] = {
     **{name: _apply(name) for name in _ONE_OPERAND - {"not"}},
     **{name: _apply(name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor")},
     **{name: _apply(name) for name in ("mul", "pow", "mod", "floordiv")},
+    **dict.fromkeys(("power",), _apply("pow")),
     **dict.fromkeys(("add",), _add("add")),
     **dict.fromkeys(("sub", "subtract"), _add("sub")),
     **dict.fromkeys(("rsub",), lambda x, a, b: _add("sub")(x, b, a)),
@@ -450,10 +612,17 @@ _FUNCTIONS: dict[str, Callable[..., int]] = {
     "clamp_min": lambda x, a, min: _clamp(x, a, min),
     "clamp_max": lambda x, a, max: _clamp(x, a, None, max),
     "relu": _relu,
+    "leaky_relu": _leaky_relu,
+    "silu": _silu,
+    "gelu": _gelu,
+    "zeros_like": _full_like(0.0),
+    "ones_like": _full_like(1.0),
+    "full_like": lambda x, a, fill_value: _full_like(fill_value)(x, a),
+    "isnan": _isnan,
+    "isinf": _isinf,
     "square": _square,
     "reciprocal": _reciprocal,
-    "to": _to,
-    "type": _to,
+    **dict.fromkeys(("to", "type", "type_as"), _to),
     **dict.fromkeys(("float", "double"), _as("f")),
     **dict.fromkeys(("int", "long"), _as("i")),
     "bool": _as("b"),
@@ -469,7 +638,7 @@ def _operator(name: str, is_reflected: bool = False) -> Callable[..., Symbol]:
 
 
 _BINARY_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-_BINARY_OPERATORS += ("and", "or", "xor", "lshift", "rshift")
+_BINARY_OPERATORS += ("and", "or", "xor", "lshift", "rshift", "matmul")
 for _class in (Symbol, Element):
     for _operation in ("neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge"):
         setattr(_class, f"__{_operation}__", _operator(_operation))
