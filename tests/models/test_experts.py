@@ -206,7 +206,7 @@ def test_groups_of_unknown_size_give_the_same(family, dtype, monkeypatch):
     layer = made(family, dtype=dtype, num_local_experts=16).layers[0].mlp
     x = torch.randn(9, 48).to(dtype)
     expected = layer(x)
-    monkeypatch.setattr(experts.SparseMLP, "is_recordable", True)
+    monkeypatch.setattr(experts.SparseMLP, "is_grouped", True)
     sizes = []
     group_rows = experts.group_rows
 
@@ -266,7 +266,7 @@ def test_steps_with_experts_are_recorded_if_they_can_be(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "device_info", lambda _: DeviceInfo("cuda", "", (9, 0)))
     dense, sparse = made("llama"), made("mixtral")
     assert cuda_graphs.can_record(dense, Cache) and not cuda_graphs.can_record(sparse, Cache)
-    monkeypatch.setattr(experts.SparseMLP, "is_recordable", True)
+    monkeypatch.setattr(experts.SparseMLP, "is_grouped", True)
     assert cuda_graphs.can_record(sparse, Cache)
 
 
