@@ -352,7 +352,7 @@ class ExpertTile(NamedTuple):
 # rows a product waits for its weights: three stages of 16 kB in flight, and three programs or two
 # on a processor. From 64 rows on tiles are for the tensor cores; 99 kB of shared memory.
 _E = ExpertTile
-EXPERTS = {
+TRITON_EXPERTS = {
     ("up", 16): _E(32, 128, 4, 4),
     ("up", 32): _E(32, 128, 4, 4),
     ("up", 64): _E(64, 64, 4, 4),
@@ -363,12 +363,12 @@ EXPERTS = {
     ("down", 128): _E(128, 64, 8, 4),
 }
 # 227 kB, warpgroup products: compute capability 9 and 10. 128 x 256 fp32 sums take 128 registers.
-EXPERTS_SM90 = EXPERTS | {
+TRITON_EXPERTS_SM90 = TRITON_EXPERTS | {
     ("up", 128): _E(128, 64, 8, 4),
     ("down", 128): _E(256, 64, 8, 4),
 }
 # Without tensor cores; accuracy matters more than time.
-EXPERTS_FP32 = {
+TRITON_EXPERTS_FP32 = {
     ("up", 16): _E(32, 32, 4, 2),
     ("up", 64): _E(32, 32, 8, 2),
     ("down", 16): _E(64, 32, 4, 2),
@@ -414,8 +414,9 @@ def _expert_table(
     itemsize: int, capability: tuple[int, int] | None
 ) -> dict[tuple[str, int], ExpertTile]:
     if itemsize == 4:
-        return EXPERTS_FP32
-    return EXPERTS_SM90 if capability is not None and capability[0] in (9, 10) else EXPERTS
+        return TRITON_EXPERTS_FP32
+    has_large_smem = capability is not None and capability[0] in (9, 10)
+    return TRITON_EXPERTS_SM90 if has_large_smem else TRITON_EXPERTS
 
 
 # Logits of a row. scan: a span, the same for all batches, otherwise samples would depend on the
