@@ -348,9 +348,10 @@ class ExpertTile(NamedTuple):
 
 
 # Grouped products of experts (llm/fused_moe.py), by kernel and rows of a tile. From ptxas and LLVM
-# reports (2026-11-19, Triton 3.9, sm_80 to sm_100, gfx942), not timed: nothing spills. Up to 32
-# rows a product waits for its weights: three stages of 16 kB in flight, and three programs or two
-# on a processor. From 64 rows on tiles are for the tensor cores; 99 kB of shared memory.
+# reports (2026-11-19, Triton 3.9, sm_80 to sm_100, gfx942), not timed: nothing spills, but for
+# `down` of widths that are not a multiple of 16 bytes (at most 32 instructions). Up to 32 rows a
+# product waits for its weights: three stages of 16 kB in flight, and two or three programs on a
+# processor. From 64 rows on tiles are for the tensor cores; 99 kB of shared memory.
 _E = ExpertTile
 TRITON_EXPERTS = {
     ("up", 16): _E(32, 128, 4, 4),
@@ -395,6 +396,7 @@ def expert_tile(
     tile_m: int,
     num_tiles: int,
     columns: int,
+    width: int,
     itemsize: int,
     capability: tuple[int, int] | None,
     processors: int,
@@ -403,6 +405,8 @@ def expert_tile(
     columns, and few rows have twice the depth: as many bytes are in flight.
     """
     tile_n, tile_k, warps, stages = _expert_table(itemsize, capability)[kernel, tile_m]
+    if width * itemsize % 16:  # loaded element by element, each with its address in registers
+        tile_n, tile_k = tile_n // 2, tile_k // 2
     while tile_n > EXPERT_LEAST_COLUMNS and num_tiles * ceil(columns / tile_n) < processors:
         tile_n //= 2
         if tile_m <= EXPERT_FEW_ROWS:

@@ -327,7 +327,7 @@ def down(
 
 def _tile(kernel: str, tiles: RowTiles, columns: int, x: Tensor) -> ExpertTile:
     capability, processors = device_info(x.device).capability, machine(x.device).processors
-    sizes = tiles.tile_m, tiles.num_tiles, columns
+    sizes = tiles.tile_m, tiles.num_tiles, columns, x.shape[1]
     return expert_tile(kernel, *sizes, x.element_size(), capability, processors)
 
 
