@@ -12,8 +12,8 @@
 Nothing waits for the host. How many rows each expert has stays on the device, and the grid has as
 many tiles as the rows can need at most, so a CUDA graph can hold the layer. A tile has rows of one
 expert: its weights are read once for all of them. The first product gathers the rows of x by
-token, and its result of twice the width is in registers only. No sum is split over programs, and
-there are no atomics: results do not depend on the order of programs.
+token, and gate and up stay in registers. No sum is split over programs, and there are no atomics:
+results do not depend on the order of programs.
 
 Sums are in fp32. Values are rounded where torch's products would store a tensor: gate and up before
 the activation, a row of the second product before its weight. A bias is added before this
