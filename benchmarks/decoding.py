@@ -12,7 +12,8 @@ cost or save. Parts (`--only`):
   long         one request of which 3/4 of the keys are in host memory: bytes a second beside those
                of the link; other requests while it runs, against without it
   experts      a step of 1, 32 and 256 requests of models with experts, 8 x 1.5B and gpt-oss-20b in
-               shape, beside the time in which the bytes of the experts that have tokens can be read
+               shape, with `fused_experts` ("fused_moe") and without ("onchip"), beside the time in
+               which the bytes of the experts that have tokens can be read
 
 The models are `successor_model`s: random weights of the named shape, with outputs that are known,
 so that drafts are right as often as is asked for. --quick: tiny shapes, also without a GPU.
@@ -140,7 +141,7 @@ THRESHOLDS = (
     Threshold("others beside a long request", select("beside"), at_least=0.9),
     Threshold(
         "experts, a step of 32, of the time of its bytes",
-        select("experts", batch=32),
+        select("experts", kernel="onchip", batch=32),
         at_least=0.5,
         measure=least("roofline_share"),
     ),
@@ -381,11 +382,19 @@ def _time_steps(
 def _experts(session: Session, name: str, fields: dict[str, Any]) -> list[Row]:
     """Steps of a model with experts; it is freed before the next one is made."""
     sparse = setting(session, name, fields)
-    rate, rows = copy_bytes_per_s(sparse.device), []
-    with sparse.llm() as llm:
-        for batch in sparse.sizes.sparse:
-            roofline = Roofline.of(sparse.model.config, sparse.dtype.itemsize, rate, tokens=batch)
-            rows.append(_time_steps(sparse, llm, "onchip", batch, roofline, bench="experts"))
+    rate, rows, plain_ms = copy_bytes_per_s(sparse.device), [], {}
+    # Without a GPU the option changes nothing: there are no fused kernels to compare.
+    candidates = {"onchip": False} | ({"fused_moe": True} if sparse.device.type == "cuda" else {})
+    for kernel, is_fused in candidates.items():
+        with sparse.llm(fused_experts=is_fused) as llm:
+            for batch in sparse.sizes.sparse:
+                roofline = Roofline.of(
+                    sparse.model.config, sparse.dtype.itemsize, rate, tokens=batch
+                )
+                row = _time_steps(sparse, llm, kernel, batch, roofline, bench="experts")
+                plain = plain_ms.setdefault(batch, row["value"])
+                peers = {"peers": {"onchip": plain}, "best_peer": "onchip"}
+                rows.append(row | (peers | {"ratio": plain / row["value"]} if is_fused else {}))
     return rows
 
 

@@ -24,6 +24,7 @@ from onchip.engine.sampler import LogitEdits, SamplingMetadata, sample
 from onchip.fold import cascade
 from onchip.kvcache import KVCache, Sequence, Spec
 from onchip.models import Decoder, ModelConfig, positions_of, random_model
+from onchip.models.experts import fuse_experts
 from onchip.models.products import fuse_products
 from onchip.quant.kv8 import quantise
 
@@ -39,6 +40,7 @@ MODEL = {
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-6,
 }
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2}
 LENGTHS = ((1, 1), (1, 777), (63, 111), (200, 137), (129, 300))
 DIMS = ((64, 64), (128, 128), (256, 256), (96, 40))
 WIDTHS = ((32, 32), (72, 80), (96, 96), (160, 160), (192, 192), (192, 128))
@@ -166,8 +168,8 @@ def cache(dims: tuple[int, int], device: str) -> None:
 
 @torch.no_grad()
 def decoder(head_dim: int, length: int, device: str) -> None:
-    """Norms, rotary embeddings, page writes, activations and products of few rows of a model, and
-    sampling with every option.
+    """Norms, rotary embeddings, page writes, activations, products of few rows and experts of
+    models, and sampling with every option.
     """
     config = ModelConfig.from_hf(MODEL | {"head_dim": head_dim})
     model = random_model(config, device=device, dtype=torch.bfloat16)
@@ -175,6 +177,10 @@ def decoder(head_dim: int, length: int, device: str) -> None:
         _decode(model, KVCache(model.cache_spec(4, kv_dtype), 400), length)
     with fuse_products():
         _decode(model, KVCache(model.cache_spec(4), 400), 9)
+    config = ModelConfig.from_hf(MODEL | EXPERTS | {"head_dim": head_dim})
+    sparse = random_model(config, device=device, dtype=torch.bfloat16)
+    with fuse_experts():
+        _decode(sparse, KVCache(sparse.cache_spec(4), 400), length)
 
 
 def _decode(model: Decoder, kv_cache: KVCache, length: int) -> None:

@@ -67,7 +67,7 @@ class ExecutionConfig:
     "always" wherever two requests share a page. prefill_precision: "fp8" computes the attention of
     long chunks of prompts in 8 bits, "auto" where this saves time, None never. fused_decode:
     products of few rows compute the norm before them and the gate after them, too
-    (models/products.py).
+    (models/products.py). fused_experts: layers of experts are fused kernels (models/experts.py).
     """
 
     overlap: bool | None = None
@@ -77,6 +77,7 @@ class ExecutionConfig:
     cascade: str = "off"
     prefill_precision: str | None = None
     fused_decode: bool = True
+    fused_experts: bool = False
 
 
 class Engine:
@@ -146,7 +147,9 @@ class Engine:
         self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size, self.eos_token_ids)
         shape = config.shape if config is not None and replays else None
         ways = execution.cascade, execution.prefill_precision, execution.fused_decode
-        self._runner = ModelRunner(model, self.cache, graphs, *ways, shape)
+        self._runner = ModelRunner(
+            model, self.cache, graphs, *ways, shape, fused_experts=execution.fused_experts
+        )
         self._overlap = (
             self.cache.device.type == "cuda" if execution.overlap is None else execution.overlap
         )

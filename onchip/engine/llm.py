@@ -45,7 +45,8 @@ class LLM:
     where the cost model predicts that it saves time. prefill_precision: "fp8" computes the
     attention of long prompts in 8 bits, which changes outputs, "auto" where this is faster, None
     never. fused_decode: steps of up to 8 tokens have matrix products that include the norm before
-    them and the gate after them, on a GPU with native decoders; see docs/engine.md.
+    them and the gate after them, on a GPU with native decoders; see docs/engine.md. fused_experts:
+    layers of experts are fused kernels there, which CUDA graphs can hold; see docs/models.md.
     num_pages: pages of the cache; None for as many as fit. speculative_config: a dict with the
     names of `SpeculativeConfig`; outputs do not change, see docs/engine.md.
 
@@ -77,6 +78,7 @@ class LLM:
         disable_cascade_attn: bool = True,
         prefill_precision: str | None = None,
         fused_decode: bool = True,
+        fused_experts: bool = False,
         device: str | torch.device | None = None,
         num_pages: int | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
@@ -110,6 +112,7 @@ class LLM:
                     cascade=cascade,
                     prefill_precision=prefill_precision,
                     fused_decode=fused_decode,
+                    fused_experts=fused_experts,
                 )
             )
         self.engine = Engine(
@@ -133,6 +136,7 @@ class LLM:
                 cascade=cascade,
                 prefill_precision=prefill_precision,
                 fused_decode=fused_decode,
+                fused_experts=fused_experts,
             ),
         )
         self._ranks = ranks

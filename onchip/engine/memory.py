@@ -56,17 +56,19 @@ def device_pages(
     cascade: str = "off",
     prefill_precision: str | None = None,
     fused_decode: bool = True,
+    fused_experts: bool = False,
 ) -> int:
     """Pages for a cache: the part of `utilization` of a GPU's memory that is left, or a quarter of
     the free host memory, but never more than max_num_seqs sequences of max_model_len can fill.
     graphs: whether steps will be recorded. speculation: with drafts, a sequence has several rows of
     logits in a step. draft: its model, whose cache has as many pages. offloads: pages will stream
-    from host memory. cascade, prefill_precision, fused_decode: of `ExecutionConfig`.
+    from host memory. cascade, prefill_precision, fused_decode, fused_experts: of `ExecutionConfig`.
     """
     spec = model.cache_spec(*paging)
     most = 1 + limits.max_num_seqs * -(-limits.max_model_len // paging.page_size)
     if model.device.type == "cuda":
-        recorded = ExecutionConfig(cascade=cascade, fused_decode=fused_decode) if graphs else None
+        ways = {"fused_decode": fused_decode, "fused_experts": fused_experts}
+        recorded = ExecutionConfig(cascade=cascade, **ways) if graphs else None
         free_bytes = _free_gpu_bytes(model, limits, paging, utilization, recorded, speculation)
         free_bytes -= _streaming_bytes(model, limits) if offloads else 0
         free_bytes -= _cascade_bytes(model, limits, paging) if cascade != "off" else 0

@@ -13,7 +13,8 @@ The host waits for the device in `ModelRunner.collect` only.
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -41,6 +42,7 @@ from onchip.kvcache import KVCache, PagedBatch
 from onchip.kvcache.draft_trees import count_tree_numbers, pack_trees
 from onchip.kvcache.prefill_chunks import PrefillChunks
 from onchip.models import Model, positions_of
+from onchip.models.experts import fuse_experts
 from onchip.models.products import fuse_products
 
 _EMPTY = torch.empty(0)
@@ -114,7 +116,8 @@ class ModelRunner:
     "auto" reads the pages that sequences share once where this is predicted to save time, "always"
     wherever two share a page, "off" never. prefill_precision: see prefill_precision.py.
     fused_decode: native decoders compute steps of few rows with `fuse_products`. drafts: steps with
-    drafts of this shape have graphs of their own.
+    drafts of this shape have graphs of their own. fused_experts: native decoders compute layers of
+    experts with `fuse_experts`.
     """
 
     def __init__(
@@ -126,9 +129,10 @@ class ModelRunner:
         prefill_precision: str | None = None,
         fused_decode: bool = True,
         drafts: TreeShape | None = None,
+        fused_experts: bool = False,
     ):
         self._model, self._cache, self._device = model, cache, cache.device
-        self._fused_decode = fused_decode
+        self._fused_decode, self._fused_experts = fused_decode, fused_experts
         self._last_tokens = torch.zeros(cache.max_seqs, dtype=torch.int64, device=cache.device)
         self._metadata_cache, self._threads = (
             SamplingMetadataCache(cache.device),
@@ -137,7 +141,9 @@ class ModelRunner:
         self._cascade = make_planner(model, cache, cascade)
         self._prefill = make_prefill_planner(model, cache, prefill_precision)
         self._graphs = None
-        if graphs and can_record(model, cache):
+        with fuse_experts(fused_experts):
+            is_recordable = graphs and can_record(model, cache)
+        if is_recordable:
             lengths = [] if drafts is None else [1 + len(drafts.paths)]
             trees = drafts is not None and not drafts.is_chain
             self._graphs = StepGraphs(
@@ -149,7 +155,7 @@ class ModelRunner:
         """Record the graphs of steps with at most `most_tokens` tokens, and compile the sampling
         kernels.
         """
-        with fuse_products(self._fused_decode):
+        with self._fuse():
             if self._graphs is not None:
                 self._graphs.record_all(most_tokens)
             compile_sampler(self._model)
@@ -161,17 +167,22 @@ class ModelRunner:
         """
         if self._graphs is None:
             return 0
-        with fuse_products(self._fused_decode):
+        with self._fuse():
             return self._graphs.estimate_bytes(most_tokens, partial(_used_bytes, self._device))
 
     @torch.inference_mode()
     def launch(self, step: ScheduledStep) -> InFlightStep:
         """Queue a step: forward pass, sampling, and the copies to the host."""
         with (
-            fuse_products(self._fused_decode),
+            self._fuse(),
             self._threads.limit_for(step.chunks, len(step.rows_to_sample)),
         ):
             return self._launch(step)
+
+    @contextmanager
+    def _fuse(self) -> Iterator[None]:
+        with fuse_products(self._fused_decode), fuse_experts(self._fused_experts):
+            yield
 
     def _launch(self, step: ScheduledStep) -> InFlightStep:
         started, sampled = time.monotonic(), None

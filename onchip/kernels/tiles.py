@@ -336,6 +336,93 @@ def product_tile(
     return ProductTile(tile_n, tile_k, max(128 // itemsize, tile_k // warps), warps)
 
 
+class ExpertTile(NamedTuple):
+    tile_n: int  # columns of the result; `up` computes gate and up of as many
+    tile_k: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def config(self) -> TritonConfig:
+        return TritonConfig(0, self.tile_n, self.num_warps, self.num_stages)
+
+
+# Grouped products of experts (llm/fused_moe.py), by kernel and rows of a tile. From ptxas and LLVM
+# reports (2026-11-19, Triton 3.9, sm_80 to sm_100, gfx942), not timed: nothing spills, but for
+# `down` of widths that are not a multiple of 16 bytes (at most 32 instructions). Up to 32 rows a
+# product waits for its weights: three stages of 16 kB in flight, and two or three programs on a
+# processor. From 64 rows on tiles are for the tensor cores; 99 kB of shared memory.
+_E = ExpertTile
+TRITON_EXPERTS = {
+    ("up", 16): _E(32, 128, 4, 4),
+    ("up", 32): _E(32, 128, 4, 4),
+    ("up", 64): _E(64, 64, 4, 4),
+    ("up", 128): _E(64, 64, 8, 4),
+    ("down", 16): _E(64, 128, 4, 4),
+    ("down", 32): _E(64, 128, 4, 4),
+    ("down", 64): _E(128, 64, 4, 4),
+    ("down", 128): _E(128, 64, 8, 4),
+}
+# 227 kB, warpgroup products: compute capability 9 and 10. 128 x 256 fp32 sums take 128 registers.
+TRITON_EXPERTS_SM90 = TRITON_EXPERTS | {
+    ("up", 128): _E(128, 64, 8, 4),
+    ("down", 128): _E(256, 64, 8, 4),
+}
+# Without tensor cores; accuracy matters more than time.
+TRITON_EXPERTS_FP32 = {
+    ("up", 16): _E(32, 32, 4, 2),
+    ("up", 64): _E(32, 32, 8, 2),
+    ("down", 16): _E(64, 32, 4, 2),
+    ("down", 64): _E(64, 32, 8, 2),
+}
+EXPERT_LEAST_COLUMNS = 16  # of a program: one tensor-core product
+EXPERT_FEW_ROWS = 32  # of a tile that waits for its weights
+EXPERT_GROUP = 8  # tiles of rows whose programs are neighbours, and share weights in L2
+TRITON_GROUP_ROWS = _T(0, 1024, 4, 1)  # rows that a program counts at a time
+TRITON_COMBINE = _T(0, 1024, 4, 1)  # elements of a token: 16 bytes of each row to a thread
+
+
+def expert_tile_rows(rows: int, num_experts: int, itemsize: int) -> int:
+    """Rows of a tile: as many as an expert has in the mean if as many have rows as can have. An
+    expert with more has several tiles, whose programs share its weights in L2.
+    """
+    mean = rows / max(1, min(rows, num_experts))
+    sizes = [tile_m for kernel, tile_m in _expert_table(itemsize, None) if kernel == "up"]
+    return next((tile_m for tile_m in sizes if tile_m >= mean), sizes[-1])
+
+
+def expert_tile(
+    kernel: str,
+    tile_m: int,
+    num_tiles: int,
+    columns: int,
+    width: int,
+    itemsize: int,
+    capability: tuple[int, int] | None,
+    processors: int,
+) -> ExpertTile:
+    """The row of a table. While there are fewer programs than processors, a program has half the
+    columns, and few rows have twice the depth: as many bytes are in flight.
+    """
+    tile_n, tile_k, warps, stages = _expert_table(itemsize, capability)[kernel, tile_m]
+    if width * itemsize % 16:  # loaded element by element, each with its address in registers
+        tile_n, tile_k = tile_n // 2, tile_k // 2
+    while tile_n > EXPERT_LEAST_COLUMNS and num_tiles * ceil(columns / tile_n) < processors:
+        tile_n //= 2
+        if tile_m <= EXPERT_FEW_ROWS:
+            tile_k, warps = 2 * tile_k, min(warps, tile_n // 8)
+    return ExpertTile(tile_n, tile_k, warps, stages if capability else 1)  # AMD: 64 kB of LDS
+
+
+def _expert_table(
+    itemsize: int, capability: tuple[int, int] | None
+) -> dict[tuple[str, int], ExpertTile]:
+    if itemsize == 4:
+        return TRITON_EXPERTS_FP32
+    has_large_smem = capability is not None and capability[0] in (9, 10)
+    return TRITON_EXPERTS_SM90 if has_large_smem else TRITON_EXPERTS
+
+
 # Logits of a row. scan: a span, the same for all batches, otherwise samples would depend on the
 # other rows; cut: 16 sums for each element of the tile, in registers.
 TRITON_SCAN, TRITON_PICK = _T(0, 4096, 8, 1), _T(0, 4096, 8, 1)

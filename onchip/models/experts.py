@@ -7,13 +7,22 @@
 
 What multiplies the groups:
 
+    inside `fuse_experts`       a launch with gate, up and activation, one with down, one with the
+                                sum (kernels/llm/fused_moe.py): fp16, bf16, fp32 on a GPU with
+                                Triton, without gradients and compilers
     bf16 on Hopper, Blackwell   torch's grouped product, without gradients: the sizes of the groups
-                                stay on the device, so a CUDA graph can hold the step
+                                stay on the device
     all else                    a product for each expert with rows; on a GPU the host waits for the
                                 sizes once a layer
+
+A CUDA graph can hold the first two.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +33,38 @@ from onchip.core.problem import UnsupportedError
 from onchip.models.config import ModelConfig
 from onchip.models.layer_config import Experts
 from onchip.models.linear import Linear, ParameterFactory
-from onchip.models.pointwise import clamped_swiglu, gated_activation
+from onchip.models.pointwise import clamped_swiglu, fused, gated_activation
 from onchip.models.routing import Routing, route
 
 _ALIGNED = 8  # torch's grouped product reads rows of bf16 at multiples of 16 bytes
+_is_fused: ContextVar[bool] = ContextVar("onchip_fused_experts", default=False)
+
+
+@contextmanager
+def fuse_experts(enabled: bool = True) -> Iterator[None]:
+    """Inside, in this thread, layers of experts are fused kernels where these serve them."""
+    token = _is_fused.set(enabled)
+    try:
+        yield
+    finally:
+        _is_fused.reset(token)
+
+
+def find_kernel(x: Tensor, *weights: Tensor) -> ModuleType | None:
+    """The module with the fused kernels; None if torch's products must run."""
+    if not _is_fused.get() or not all(weight.is_contiguous() for weight in weights):
+        return None
+    if fused(x, *weights) is None:
+        return None
+    from onchip.kernels.llm import fused_moe
+
+    return fused_moe
+
+
+def can_fuse(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the fused kernels serve inference on this device, inside `fuse_experts`."""
+    served = dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return served and device.type == "cuda" and device_info(device).has_triton
 
 
 class RowGroups(NamedTuple):
@@ -55,7 +92,8 @@ def group_rows(experts: Tensor, num_experts: int, reads_sizes: bool = True) -> R
     if experts.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "a CUDA graph cannot hold this layer of experts: the host reads how many tokens each"
-            " has, except in bf16 on a GPU of capability 9 or 10, without gradients"
+            " has, except in bf16 on a GPU of capability 9 or 10 or with fused experts, without"
+            " gradients"
         )
     return RowGroups(choices, ordered, ends, ends.diff(prepend=ends.new_zeros(1)).tolist())
 
@@ -135,8 +173,16 @@ class ExpertsDown(nn.Module):
         self.bias = factory.empty(experts.num_experts * width) if experts.has_bias else None
 
     def forward(
-        self, rows: Tensor, groups: RowGroups, routing: Routing, shared: Tensor | None
+        self,
+        rows: Tensor,
+        groups: Any,
+        routing: Routing,
+        shared: Tensor | None,
+        kernel: ModuleType | None = None,
     ) -> Tensor:
+        """groups: RowGroups, or the RowTiles of a fused kernel."""
+        if kernel is not None:
+            return kernel.down(rows, self.weight, self.bias, groups, routing.weights, shared)
         rows = multiply_groups(rows, self.weight, groups, self.bias)
         out = combine_rows(rows, groups, routing)
         return out if shared is None else out + shared
@@ -195,7 +241,13 @@ class SparseMLP(nn.Module):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether a CUDA graph can hold this layer."""
+        """Whether a CUDA graph can hold this layer, inside `fuse_experts` or outside of it."""
+        weight = self.up.weight
+        return (_is_fused.get() and can_fuse(weight.device, weight.dtype)) or self.is_grouped
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether both products are torch's grouped ones."""
         weights = self.up.weight, self.down.weight
         return all(has_grouped_product(w.device, w.dtype, w.shape[1]) for w in weights)
 
@@ -209,11 +261,16 @@ class SparseMLP(nn.Module):
         routing = route(self._logits(tokens), experts, self.choice_bias)
         if self.record is not None:
             self.record.append(routing)
-        reads_sizes = torch.is_grad_enabled() or not self.is_recordable
-        groups = group_rows(routing.experts, experts.num_experts, reads_sizes)
-        inner = self.up(take_rows(tokens, groups, experts.per_token), groups)
         shared = None if self.shared is None else self.shared(tokens)
-        out = self.down(self._activate(inner), groups, routing, shared)
+        if kernel := find_kernel(tokens, self.up.weight, self.down.weight):
+            tiles = kernel.group_rows(routing.experts, experts.num_experts, tokens.element_size())
+            up = self.up.weight, self.up.bias, tiles, self.activation, experts.swiglu
+            out = self.down(kernel.up(tokens, *up), tiles, routing, shared, kernel)
+        else:
+            reads_sizes = torch.is_grad_enabled() or not self.is_grouped
+            groups = group_rows(routing.experts, experts.num_experts, reads_sizes)
+            inner = self.up(take_rows(tokens, groups, experts.per_token), groups)
+            out = self.down(self._activate(inner), groups, routing, shared)
         return out.unflatten(0, x.shape[:-1])
 
     def _logits(self, tokens: Tensor) -> Tensor:

@@ -170,6 +170,7 @@ def _model(args: SimpleNamespace, speculation: SpeculativeConfig | None) -> LLM:
         disable_cascade_attn=args.disable_cascade_attn,
         prefill_precision=args.prefill_precision,
         fused_decode=args.fused_decode,
+        fused_experts=args.fused_experts,
         speculative_config=speculation,
     )
 

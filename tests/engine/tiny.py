@@ -51,6 +51,7 @@ PARAMS = [
 
 
 EXECUTION = {"overlap", "graphs", "clock", "cascade", "prefill_precision", "fused_decode"}
+EXECUTION |= {"fused_experts"}
 
 
 @cache

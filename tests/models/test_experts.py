@@ -206,7 +206,7 @@ def test_groups_of_unknown_size_give_the_same(family, dtype, monkeypatch):
     layer = made(family, dtype=dtype, num_local_experts=16).layers[0].mlp
     x = torch.randn(9, 48).to(dtype)
     expected = layer(x)
-    monkeypatch.setattr(experts.SparseMLP, "is_recordable", True)
+    monkeypatch.setattr(experts.SparseMLP, "is_grouped", True)
     sizes = []
     group_rows = experts.group_rows
 
@@ -266,8 +266,55 @@ def test_steps_with_experts_are_recorded_if_they_can_be(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "device_info", lambda _: DeviceInfo("cuda", "", (9, 0)))
     dense, sparse = made("llama"), made("mixtral")
     assert cuda_graphs.can_record(dense, Cache) and not cuda_graphs.can_record(sparse, Cache)
-    monkeypatch.setattr(experts.SparseMLP, "is_recordable", True)
+    with monkeypatch.context() as patch, experts.fuse_experts():
+        assert not cuda_graphs.can_record(sparse, Cache)  # the weights are on the CPU
+        patch.setattr(experts, "can_fuse", lambda device, dtype: dtype == torch.float32)
+        assert cuda_graphs.can_record(sparse, Cache)
+    monkeypatch.setattr(experts.SparseMLP, "is_grouped", True)
     assert cuda_graphs.can_record(sparse, Cache)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "capability", "expected"),
+    [
+        ("cuda", torch.bfloat16, (8, 0), True),
+        ("cuda", torch.float16, (9, 0), True),
+        ("cuda", torch.float32, (12, 0), True),
+        ("cuda", torch.float64, (9, 0), False),
+        ("cpu", torch.bfloat16, None, False),
+    ],
+)
+def test_fused_experts_are_of_gpus_with_triton(kind, dtype, capability, expected, monkeypatch):
+    monkeypatch.setattr(experts, "device_info", lambda _: DeviceInfo(kind, "", capability))
+    assert experts.can_fuse(torch.device(kind), dtype) == expected
+    without = DeviceInfo(kind, "", capability, has_triton=False)
+    monkeypatch.setattr(experts, "device_info", lambda _: without)
+    assert not experts.can_fuse(torch.device(kind), dtype)
+
+
+@pytest.mark.parametrize("option", [{}, {"fused_experts": False}, {"fused_experts": True}], ids=str)
+def test_the_option_reaches_the_experts_of_steps(monkeypatch, option):
+    enabled = []
+    find = lambda *tensors: enabled.append(experts._is_fused.get())
+    monkeypatch.setattr(experts, "find_kernel", find)
+    with LLM(made("mixtral"), max_model_len=64, num_pages=20, swap_space=0, **option) as llm:
+        llm.generate([[1, 2, 3], [4]], SamplingParams(temperature=0, max_tokens=3))
+        assert not experts._is_fused.get()  # outside of steps
+    assert set(enabled) == {option.get("fused_experts", False)} and len(enabled) == 9
+
+
+def test_fused_experts_need_inference_and_contiguous_weights(monkeypatch):
+    """Elsewhere torch's products run."""
+    asked = []
+    monkeypatch.setattr(experts, "fused", lambda *tensors: asked.append(tensors))
+    x, weight = torch.randn(3, 48), torch.randn(48, 20)
+    assert experts.find_kernel(x, weight) is None and not asked
+    with experts.fuse_experts():
+        assert experts.find_kernel(x, weight.T) is None and not asked
+        assert experts.find_kernel(x, weight) is None and asked == [(x, weight)]
+        layer = made("mixtral").layers[0].mlp
+        layer(x).sum().backward()
+        assert layer.up.weight.grad is not None
 
 
 def test_the_weights_of_a_layer_are_those_of_one_token():

@@ -127,6 +127,11 @@ def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
     default=True,
     help="Steps of few tokens: norms and gates in one launch with matrix products, or apart.",
 )
+@click.option(
+    "--fused-experts/--no-fused-experts",
+    default=False,
+    help="Layers of experts: three launches after their sorting, or the products of torch.",
+)
 @speculative_config_option()
 @click.option(
     "--tool-call-parser",

@@ -272,6 +272,73 @@ def test_products_request_weights_before_they_wait(launches, arch, rows, dtype, 
         assert "PREEXIT" in rest and "LDG" in rest and "STG" in rest
 
 
+EXPERTS = {  # experts, experts of a token, width, inner; biases and a clamped SwiGLU
+    "8 x 1.5b": (8, 2, 1536, 8960, False),
+    "gpt-oss": (32, 4, 2880, 2880, True),
+    "odd": (8, 2, 1001, 499, True),
+}
+
+
+def _experts(arch, tokens, dtype, name):
+    """The launches of a layer of experts, with a shared expert."""
+    from onchip.kernels.llm import fused_moe
+
+    num_experts, per_token, width, inner, is_gpt_oss = EXPERTS[name]
+    x, weight = torch.zeros(tokens, width, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
+    up, down = (num_experts * 2 * inner, width), (num_experts * width, inner)
+    biases = [weight[0].expand(n) if is_gpt_oss else None for n in (up[0], down[0])]
+    chosen = torch.zeros(tokens, per_token, dtype=torch.int64)
+    with as_if_on(arch):
+        groups = fused_moe.group_rows(chosen, num_experts, dtype.itemsize)
+        swiglu = (7.0, 1.702) if is_gpt_oss else None
+        rows = fused_moe.up(x, weight.expand(up), biases[0], groups, "silu", swiglu)
+        fused_moe.down(rows, weight.expand(down), biases[1], groups, chosen.float(), x)
+
+
+EXPERT_VARIANTS = [
+    ("sm_90", 1, BF16, "8 x 1.5b"),
+    ("sm_90", 8192, BF16, "gpt-oss"),
+    *[("sm_90", tokens, BF16, "gpt-oss") for tokens in (1, 32, 256, 512)],
+    ("sm_90", 256, FP16, "odd"),
+    *[("sm_80", tokens, BF16, "gpt-oss") for tokens in (1, 256, 512, 8192)],
+    *[("gfx942", tokens, BF16, "gpt-oss") for tokens in (1, 256, 512, 8192)],
+    *[("gfx942", tokens, BF16, "8 x 1.5b") for tokens in (1, 8192)],
+    ("sm_100", 8192, BF16, "gpt-oss"),
+    *[(arch, tokens, FP32, "odd") for arch in ("sm_80", "sm_90", "gfx942") for tokens in (1, 256)],
+]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("arch", "tokens", "dtype", "name"),
+    [
+        pytest.param(*variant, marks=() if i < 2 else pytest.mark.slow)
+        for i, variant in enumerate(EXPERT_VARIANTS)
+    ],
+)
+def test_experts_do_not_spill(launches, arch, tokens, dtype, name):
+    """On NVIDIA weights and rows are copied to shared memory 16 bytes at a time. Widths that are no
+    multiple of this, which models do not have, are loaded element by element, and may spill. On
+    Hopper tiles of 64 rows and more are warpgroup products.
+    """
+    _experts(arch, tokens, dtype, name)
+    names = ["group_kernel", "up_kernel", "down_kernel", "combine_kernel"]
+    assert [launch.name for launch in launches] == names
+    for launch in launches:
+        compiled = compile_launch(launch, arch)
+        resources = read_resources(compiled)
+        assert resources.registers * resources.threads <= 65_536
+        assert resources.spills <= (32 if name == "odd" else 0)
+        assert resources.shared_bytes <= SHARED_BYTES[arch]
+        if "ptx" not in compiled.asm or launch.name not in ("up_kernel", "down_kernel"):
+            continue
+        ptx = compiled.asm["ptx"]
+        values = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
+        assert ("cp.async.cg" in ptx) == (values["WIDTH"] % 8 == 0)
+        has_warpgroups = arch == "sm_90" and values["TILE_M"] >= 64 and dtype != FP32
+        assert ("wgmma" in ptx) == has_warpgroups
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 def test_sampling_fits_into_registers(launches, arch):
@@ -364,6 +431,7 @@ def test_no_memory_access_before_the_wait_for_the_previous_kernel(launches):
     _call("sm_90", BF16, GQA, options, backward=False)
     assert [launch.name for launch in launches] == ["decode_kernel", "merge_kernel"]
     _pointwise("sm_90")
+    _experts("sm_90", 1, BF16, "8 x 1.5b")
     for launch in launches:
         assert launch.kwargs["launch_pdl"]
         sass = disassemble(compile_launch(launch, "sm_90"))
