@@ -65,6 +65,7 @@ class PagedOptions(ScoreOptions, total=False):
     max_seqlen_q: int | None
     tree_mask: Tensor | None
     precision: str | None
+    reproducible: bool
 
 
 class TrainingOptions(ScoreOptions, total=False):
@@ -79,6 +80,7 @@ class VarlenOptions(TrainingOptions, total=False):
     """Options of varlen_attention and attention."""
 
     precision: str | None
+    reproducible: bool
 
 
 class AttentionOptions(VarlenOptions, total=False):

@@ -16,6 +16,7 @@ from torch import Tensor
 from onchip.core.device import device_info
 from onchip.core.problem import Options, Problem, Tensors
 from onchip.core.torch_mode import is_eager
+from onchip.models.reproducible import in_whole_vectors
 
 
 class Norms(NamedTuple):
@@ -58,7 +59,7 @@ def add_rms_norm(
 
 
 def activate(x: Tensor, name: str) -> Tensor:
-    return _ACTIVATE[name](x)
+    return in_whole_vectors(_ACTIVATE[name], x)
 
 
 def gated_activation(x: Tensor, name: str) -> Tensor:
