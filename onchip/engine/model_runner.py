@@ -42,6 +42,7 @@ from onchip.kvcache.draft_trees import count_tree_numbers, pack_trees
 from onchip.kvcache.prefill_chunks import PrefillChunks
 from onchip.models import Model, positions_of
 from onchip.models.products import fuse_products
+from onchip.models.reproducible import reproducible_rows
 
 _EMPTY = torch.empty(0)
 _PROMPT_ROWS = 256  # rows of prompt logits that exist at a time: each is vocab_size wide
@@ -114,7 +115,8 @@ class ModelRunner:
     "auto" reads the pages that sequences share once where this is predicted to save time, "always"
     wherever two share a page, "off" never. prefill_precision: see prefill_precision.py.
     fused_decode: native decoders compute steps of few rows with `fuse_products`. drafts: steps with
-    drafts of this shape have graphs of their own.
+    drafts of this shape have graphs of their own. is_reproducible: logits are sampled from row by
+    row, too, as the model computes them.
     """
 
     def __init__(
@@ -126,7 +128,9 @@ class ModelRunner:
         prefill_precision: str | None = None,
         fused_decode: bool = True,
         drafts: TreeShape | None = None,
+        is_reproducible: bool = False,
     ):
+        self._is_reproducible = is_reproducible
         self._model, self._cache, self._device = model, cache, cache.device
         self._fused_decode = fused_decode
         self._last_tokens = torch.zeros(cache.max_seqs, dtype=torch.int64, device=cache.device)
@@ -143,6 +147,11 @@ class ModelRunner:
             self._graphs = StepGraphs(
                 model, cache, self._last_tokens, self._cascade, lengths, trees
             )
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps are replayed from CUDA graphs."""
+        return self._graphs is not None
 
     @torch.inference_mode()
     def warm_up(self, most_tokens: int) -> None:
@@ -170,6 +179,7 @@ class ModelRunner:
         with (
             fuse_products(self._fused_decode),
             self._threads.limit_for(step.chunks, len(step.rows_to_sample)),
+            reproducible_rows(self._is_reproducible),
         ):
             return self._launch(step)
 

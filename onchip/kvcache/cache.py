@@ -115,6 +115,15 @@ class KVCache:
         width = min(-(-self.max_seqlen // self.spec.page_size), self.pool.capacity)
         self.host_table = HostTable(self.max_seqs, width)
 
+    def release_memory(self) -> None:
+        """`reset`, and free the memory of the pages. Only `take_memory` may follow."""
+        self.reset()
+        self.pages.release_memory()
+
+    def take_memory(self) -> None:
+        """Allocate the memory of the pages again, after `release_memory`."""
+        self.pages.take_memory()
+
     @property
     def device(self) -> torch.device:
         return self.pages.k.device

@@ -3,7 +3,7 @@ order, by products of one shape.
 
     sequence of 150 keys    tiles of 64 keys from position 0:  [0, 64) [64, 128) [128, 192)
     queries at 130 ... 149  tiles of TILE_ROWS / group_size queries: 130 ... 137, 138 ... 145, ...
-    one query at 130        the same tile of queries; the other rows of it are zero
+    one query at 130        the same tile of queries; its other rows repeat the query
     (group_size 4)
 
     tile of queries   (kv_heads, 32 rows, head_dim)     s = q k^T      (kv_heads, 32 rows, 64 keys)
@@ -141,12 +141,13 @@ def _attend(
 
 
 def _load_keys(t: Tensor, tiles: list[QueryTile], wide: torch.dtype, number: int) -> Tensor:
-    """(tiles * kv_heads, TILE_KEYS, dim) of the keys of this tile. Zeros follow the last key."""
+    """(tiles * kv_heads, TILE_KEYS, dim) of the keys of this tile. Past the end of a sequence its
+    last key is repeated, which `_hidden_keys` hides.
+    """
     step = torch.arange(number * TILE_KEYS, (number + 1) * TILE_KEYS)
     key, seqlen_k = (torch.tensor(column)[:, None] for column in list(zip(*tiles, strict=True))[3:])
-    exists = step < seqlen_k
-    rows = t[torch.where(exists, key + step, 0)].to(wide)
-    rows.masked_fill_(~exists[..., None, None], 0.0)
+    at = (key + step.clamp(max=seqlen_k - 1)).clamp_(0, len(t) - 1)
+    rows = t.index_select(0, at.view(-1)).view(*at.shape, *t.shape[1:]).to(wide)
     return rows.transpose(1, 2).reshape(-1, TILE_KEYS, t.shape[-1])
 
 
