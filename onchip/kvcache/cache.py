@@ -116,7 +116,7 @@ class KVCache:
         self.host_table = HostTable(self.max_seqs, width)
 
     def release_memory(self) -> None:
-        """`reset`, and free the memory of the pages. Only `take_memory` may follow."""
+        """`reset`, and free the memory of the pages: until `take_memory` no sequence is opened."""
         self.reset()
         self.pages.release_memory()
 
@@ -146,6 +146,7 @@ class KVCache:
         offload_pages: pages of host memory to reserve, for `offload`.
         """
         tokens = _ids(tokens)
+        self.pages.check_memory()
         self._check_fits(len(tokens))
         if not self.host_table.free_rows:
             return NoRoom(1, 0, "sequences")

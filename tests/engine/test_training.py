@@ -165,6 +165,8 @@ def test_released_pages_keep_their_views():
     k, v = cache.layer(1)
     cache.release_memory()
     assert k.untyped_storage().nbytes() == 0
+    with pytest.raises(ValueError, match="the memory of the pages was released"):
+        cache.open()
     cache.take_memory()
     k.fill_(3)
     assert torch.equal(cache.layer(1)[0], k) and cache.layer(1)[0].data_ptr() == k.data_ptr()

@@ -156,6 +156,12 @@ class TestRefusals:
         ):
             decoder.full(TEXT)
 
+    def test_a_compiler(self):
+        decoder = make("llama")
+        compiled = torch.compile(lambda: decoder.full(TEXT), backend="eager")
+        with pytest.raises(onchip.UnsupportedError, match="an eager call"):
+            compiled()
+
     def test_a_transform(self):
         decoder = make("llama")
         with pytest.raises(onchip.UnsupportedError, match="an eager call"):
