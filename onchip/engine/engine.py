@@ -70,7 +70,7 @@ class ExecutionConfig:
     long chunks of prompts in 8 bits, "auto" where this saves time, None never. fused_decode:
     products of few rows compute the norm before them and the gate after them, too
     (models/products.py). reproducible: the bits of a log probability depend on the weights and the
-    tokens before alone, and equal those of the model's `full`; the model stays in this mode
+    tokens before alone, as in the model's `full`; the model stays in this mode
     (`Decoder.set_reproducible`).
     """
 
@@ -299,9 +299,8 @@ class Engine:
         return self._recorder.latest
 
     def train(self) -> Decoder:
-        """Give the memory of the cache back, and return the model, whose parameters an optimiser
-        may change in place. Until `serve` the engine takes no request. ValueError: requests are
-        unfinished.
+        """Give the memory of the cache back, and return the model: its parameters may change in
+        place. Until `serve` the engine takes no request. ValueError: requests are unfinished.
         """
         self._check_open()
         self._recover()
@@ -309,8 +308,8 @@ class Engine:
             raise UnsupportedError("train() needs a native decoder: this model is not trained here")
         if self._runner.has_graphs or (self._draft is not None and self._draft.has_graphs):
             raise UnsupportedError(
-                "train() gives the pages back, whose addresses CUDA graphs hold: create the engine"
-                " without graphs (enforce_eager=True)"
+                "train() gives the pages back, and CUDA graphs hold their addresses: create the"
+                " engine without graphs (enforce_eager=True)"
             )
         if self.has_work:
             raise ValueError("train() while requests are unfinished: finish or cancel them first")
@@ -356,15 +355,15 @@ class Engine:
             raise ValueError("the engine is in training, without pages: call serve() first")
 
     def _check_weights(self) -> None:
-        """If the weights changed, drop all pages: they were computed with those before. ValueError:
+        """If the weights changed, drop all pages, which are of the weights before. ValueError:
         unfinished requests have such pages.
         """
         if not self._weights.has_changed:
             return
         if self.has_work:
             raise ValueError(
-                "the weights changed while requests are unfinished, whose pages were computed with"
-                " those before: cancel them, and call train() before weights change"
+                "the weights changed while requests are unfinished: cancel them, because their"
+                " pages are of the weights before, and call train() before weights change"
             )
         self._reset_pages()
         self._weights.accept()

@@ -48,8 +48,8 @@ class LLM:
     never. fused_decode: steps of up to 8 tokens have matrix products that include the norm before
     them and the gate after them, on a GPU with native decoders; see docs/engine.md.
     num_pages: pages of the cache; None for as many as fit. speculative_config: a dict with the
-    names of `SpeculativeConfig`; outputs do not change, see docs/engine.md. reproducible: the bits
-    of log probabilities equal those of a forward of the trainable model, on the CPU; see
+    names of `SpeculativeConfig`; outputs do not change, see docs/engine.md. reproducible: log
+    probabilities have the bits of a forward of the trainable model, on the CPU; see
     docs/reproducible.md.
 
     tensor_parallel_size: torchrun starts this many processes, which all make the same calls. All

@@ -35,8 +35,8 @@ def check_mode(weight: Tensor) -> None:
         raise UnsupportedError(f"{_NEEDS} an eager call: a compiler orders operations anew")
     if is_autocast(weight):
         raise UnsupportedError(
-            f"{_NEEDS} a call without torch.autocast, which would round other products than those"
-            " of an engine: load the model with dtype=torch.bfloat16"
+            f"{_NEEDS} a call without torch.autocast, which rounds where an engine does not: load"
+            " the model with dtype=torch.bfloat16"
         )
 
 
@@ -70,7 +70,7 @@ def _row_computations(model: "Decoder") -> Iterator[tuple[str, Callable[[Tensor]
 
 
 def _without_keys(model: "Decoder", block: Any, x: Tensor) -> Tensor:
-    """A layer whose attention returns the queries: rows that are alike, and independent. All have
+    """A layer with an attention that returns the queries, so that rows are independent. All have
     position 3.
     """
     positions = torch.full((len(x),), 3)
@@ -120,6 +120,6 @@ def _check_attention(model: "Decoder", generator: torch.Generator) -> None:
 def _check_equal(name: str, part: Tensor, whole: Tensor) -> None:
     if not torch.equal(part, whole):
         raise UnsupportedError(
-            f"{_NEEDS} operations whose rows do not depend on each other, and on this machine those"
-            f" of {name} do: {int((part != whole).sum())} of {part.numel()} numbers differ"
+            f"{_NEEDS} operations that compute each row alone, and on this machine {name} does not:"
+            f" {int((part != whole).sum())} of {part.numel()} numbers differ"
         )

@@ -178,7 +178,7 @@ def test_the_default_has_other_bits(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_are_those_of_a_request_alone(dtype):
-    """Sampled by the same random numbers, beside others or not; without drafts, too."""
+    """Sampled by the same random numbers, together or not; without drafts, too."""
     model, draw = make_model(dtype), random.Random(4)
     requests = [
         (draw.choice(PREFIXES), SamplingParams(seed=i, max_tokens=12, top_p=0.95, logprobs=1))

@@ -28,7 +28,7 @@ def make(family, dtype=torch.float32, reproducible=True):
 
 
 def step_by_step(decoder, text, seed):
-    """Logits of a text, in random chunks over pages, beside another sequence."""
+    """Logits of a text, in random chunks over pages, in a batch with another sequence."""
     draw = random.Random(seed)
     cache = KVCache(decoder.cache_spec(draw.choice((1, 4, 16))), 400, max_seqs=2)
     sequences, logits, done = [cache.open(), cache.open()], [], 0
@@ -179,5 +179,5 @@ def test_a_library_whose_rows_depend_on_each_other_is_refused(monkeypatch, where
         monkeypatch.setattr(pointwise, "in_whole_vectors", lambda function, x: function(x))
     config = replace(ModelConfig.from_hf(fields("gpt2")), intermediate_size=1001, hidden_size=512)
     decoder = random_model(config, seed=1)
-    with pytest.raises(onchip.UnsupportedError, match=r"those of layer 0 do: \d+ of"):
+    with pytest.raises(onchip.UnsupportedError, match=r"layer 0 does not: \d+ of"):
         order_check.check_order(decoder)

@@ -11,9 +11,9 @@ order, by products of one shape.
 
 So the bits of a row depend on its query and on the keys that it sees. A tile of keys of which a row
 sees none changes no bit of its state: alpha is 1 and p is 0. Tiles of queries of all sequences are
-one batch of products, whose bits do not depend on the batch (tests/kernels/cpu/test_fixed_order.py,
-and `models/order_check.py` for the machine at hand). One thread computes: with more, torch cuts
-operations at other elements, and MKL the sums of a product.
+one batch of products, and the bits of one product do not depend on the batch (checked by
+tests/kernels/cpu/test_fixed_order.py, and for a model by `models/order_check.py`). One thread
+computes: with more, torch cuts operations at other elements, and MKL the sums of a product.
 """
 
 from collections.abc import Iterator

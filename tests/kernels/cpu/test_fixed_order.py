@@ -83,7 +83,7 @@ def test_the_default_does_depend_on_the_call():
 
 
 def test_gradients_are_ordinary():
-    """Those of the default, from an equal forward; recording them changes no bit."""
+    """They equal the default's; recording them changes no bit of the forward."""
     q, k, v = (t.requires_grad_() for t in ot.make_qkv(2, 150, dtype=torch.float64, **SIZES))
     sinks = SINKS.double().requires_grad_()
     inputs = q, k, v, sinks
