@@ -302,10 +302,10 @@ def paged_attention(
     j only if tree_mask[b, i, j], AND causal AND window. Everything before the new tokens stays
     visible. With packed queries its last two sizes are max_seqlen_q. Positions (window, ALiBi) are
     positions in the cache. deterministic: the bits of a sequence's result do not depend on the rest
-    of the batch or on page_size. reproducible: rows have the same bits in `attention`
-    and `varlen_attention`, too. precision: "fp8" or "int8" quantise q and, in every call,
-    the keys and values in the pages: for long prompts. "auto" is refused, because the number of
-    keys is on the device. Under autocast q takes the dtype of the pages. No gradient.
+    of the batch or on page_size. reproducible: rows have the same bits in `attention` and
+    `varlen_attention`, too. precision: "fp8" or "int8" quantise q and, in every call, the keys and
+    values in the pages: for long prompts. "auto" is refused, because the number of keys is on the
+    device. Under autocast q takes the dtype of the pages. No gradient.
     """
     if unknown:
         refuse_unknown("paged_attention", unknown, paged_attention.__kwdefaults__)

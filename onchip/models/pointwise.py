@@ -79,7 +79,7 @@ def clamped_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:
     wide = x if x.dtype == torch.float64 else x.float()
     gate, up = wide.chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return ((up + 1) * (gate * torch.sigmoid(alpha * gate))).to(x.dtype)
+    return ((up + 1) * (gate * in_whole_vectors(torch.sigmoid, alpha * gate))).to(x.dtype)
 
 
 class Projections(NamedTuple):

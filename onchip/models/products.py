@@ -12,7 +12,7 @@ What one launch computes, by what the model is and what the step has:
     activation after a product   of a gate; an activation without one is a launch of its own
     norms after attention, MLP   a launch of its own
     experts                      torch's products, but for the router and a shared expert
-    the reproducible mode        products of one shape (reproducible.py)
+    the reproducible mode        products of one shape for all of them (reproducible.py)
 """
 
 from collections.abc import Iterator

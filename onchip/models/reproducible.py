@@ -1,4 +1,4 @@
-"""The mode in which the bits of a row depend on that row alone: not on other rows, on their
+"""The reproducible mode: the bits of a row depend on that row alone, not on other rows, on their
 number, on threads, nor on whether gradients are recorded. Attention has the option `reproducible`.
 
 What depends on more by default, and how it is computed here:

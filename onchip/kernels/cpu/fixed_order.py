@@ -55,13 +55,13 @@ class QueryTile(NamedTuple):
 
 def forward(problem: Problem, x: Tensors) -> Result:
     out, lse = empty_result(problem, x)
-    flat = [t if problem.packed else t.flatten(0, 1) for t in (x.q, x.k, x.v)]
+    qkv = [t if problem.packed else t.flatten(0, 1) for t in (x.q, x.k, x.v)]
     rows_out = out if problem.packed else out.flatten(0, 1)
     rows_lse = lse.new_empty(rows_out.shape[:2])
     with one_thread():
         for tiles in _batches(problem, x):
             at, is_row = _index_rows(problem, tiles)
-            tile_out, tile_lse = _attend(problem, x.sinks, flat, tiles, at)
+            tile_out, tile_lse = _attend(problem, x.sinks, qkv, tiles, at)
             rows_out[at[is_row]] = tile_out[is_row].to(out.dtype)
             rows_lse[at[is_row]] = tile_lse[is_row]
     lse.copy_(rows_lse.T if problem.packed else rows_lse.unflatten(0, out.shape[:2]).mT)
@@ -113,10 +113,10 @@ def _index_rows(problem: Problem, tiles: list[QueryTile]) -> tuple[Tensor, Tenso
 
 
 def _attend(
-    problem: Problem, sinks: Tensor | None, flat: list[Tensor], tiles: list[QueryTile], at: Tensor
+    problem: Problem, sinks: Tensor | None, qkv: list[Tensor], tiles: list[QueryTile], at: Tensor
 ) -> tuple[Tensor, Tensor]:
     """out (tiles, queries, heads, head_dim_v) and lse (tiles, queries, heads)."""
-    q, k, v = flat
+    q, k, v = qkv
     kv_heads, wide = problem.num_kv_heads, accumulator_dtype(problem.dtype)
     # (tiles * kv_heads, group_size * queries, head_dim)
     rows = q[at].to(wide).mul_(problem.softmax_scale).transpose(1, 2)
