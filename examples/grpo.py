@@ -118,7 +118,8 @@ def run(settings: Settings, reproducible: bool, say=print) -> list[Batch]:
     history = []
     options = {"max_model_len": 128, "num_pages": 600, "swap_space": 0, "dtype": "float32"}
     with LLM(settings.model, device="cpu", reproducible=reproducible, **options) as llm:
-        optimizer = torch.optim.AdamW(llm.engine.model.parameters(), settings.lr)
+        optimizer = torch.optim.AdamW(llm.train().parameters(), settings.lr)
+        llm.serve()
         for batch in range(settings.batches):
             began = time.perf_counter()
             sampled = list(sample(llm, settings, batch))

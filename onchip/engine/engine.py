@@ -360,7 +360,7 @@ class Engine:
         """
         if not self._weights.has_changed:
             return
-        if self.has_work:
+        if self.scheduler.has_work:  # a step in flight alone has cancelled requests: it is dropped
             raise ValueError(
                 "the weights changed while requests are unfinished: cancel them, because their"
                 " pages are of the weights before, and call train() before weights change"

@@ -79,16 +79,8 @@ def _without_keys(model: "Decoder", block: Any, x: Tensor) -> Tensor:
 
 def _logprobs(model: "Decoder", x: Tensor) -> Tensor:
     with reproducible_rows():
-        x = model.norm(x)
-    return _logits(model, x).log_softmax(-1)
-
-
-def _logits(model: "Decoder", x: Tensor) -> Tensor:
-    before, model._is_reproducible = model._is_reproducible, True
-    try:
-        return model.logits(x)
-    finally:
-        model._is_reproducible = before
+        logits = model.logits(model.norm(x))
+    return logits.log_softmax(-1)  # with all threads, as a trainer computes it
 
 
 def _check_rows(name: str, compute: Callable[[Tensor], Tensor], x: Tensor) -> None:

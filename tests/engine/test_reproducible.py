@@ -159,7 +159,7 @@ def test_any_life_of_an_engine_gives_the_bits_of_one_forward(dtype, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ten_thousand_tokens(dtype):
     model, total = make_model(dtype), 0
-    for seed in range(2, 10):
+    for seed in range(2, 7):
         with make_engine(model, seed) as engine:
             count, differ = count_differences(model, live(engine, seed, 80)[0])
         total += count

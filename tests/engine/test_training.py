@@ -88,9 +88,12 @@ def test_a_stale_page_gives_other_bits(llm, model, monkeypatch):
     assert output.num_cached_tokens > 0 and after != expected_logprobs(model, tokens)
 
 
-def test_weights_may_not_change_under_requests(llm, model):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_weights_may_not_change_under_requests(llm, model, overlap):
+    llm.engine._overlap = overlap
     llm.engine.add(PROMPT, GREEDY)
     llm.engine.step()
+    assert (llm.engine._in_flight is not None) == overlap
     with pytest.raises(ValueError, match=r"train\(\) while requests are unfinished"):
         llm.train()
     learn(model)

@@ -33,9 +33,8 @@ def test_first_ratios_are_exactly_one_in_the_mode_alone(tmp_path):
 
 @pytest.mark.slow
 def test_the_reward_rises():
-    settings = Settings(samples=16, batches=30)
-    rewards = [batch.reward for batch in run(settings, True, say=lambda line: None)]
-    assert sum(rewards[-5:]) > 2 * sum(rewards[:5])
+    rewards = [batch.reward for batch in run(Settings(batches=7), True, say=lambda line: None)]
+    assert rewards[-1] > 4 * rewards[0] > 0
 
 
 def test_the_command_writes_a_plot(tmp_path, monkeypatch, capsys):
