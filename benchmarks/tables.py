@@ -50,6 +50,7 @@ SUPPORT_ROWS = {
     "sinks": {"has_sinks": True},
     "dropout": {"dropout_p": 0.1},
     "row statistics": {"return_stats": True},
+    "reproducible": {"reproducible": True},
     "pages": {"page_size": 16},
 }
 DECODE = {"seqlen_q": 1, "page_size": 16}

@@ -86,7 +86,7 @@ ALLOWED = {
     "kvcache": {"core.device", "core.problem", "core.values", "quant"},
     "models": {
         *("core.device", "core.extras", "core.files", "core.functional", "core.hub_cache"),
-        *("core.problem", "core.torch_mode", "core.values", "kvcache", "quant"),
+        *("core.machine", "core.problem", "core.torch_mode", "core.values", "kvcache", "quant"),
     },
     "parallel": {
         *(*_CALL, "core.call_cache", "core.derivatives", "core.explain", "core.functional"),

@@ -352,6 +352,7 @@ def empty_result(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
 # Names of options in sentences, where the field of Problem would not be understood.
 _LABELS = {
     "deterministic": "deterministic mode",
+    "reproducible": "reproducible mode",
     "packed": "packed sequences",
     "has_alibi": "alibi_slopes",
     "page_size": "pages",

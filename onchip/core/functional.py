@@ -88,6 +88,7 @@ def attention(
     return_lse: bool = False,
     return_stats: bool = False,
     deterministic: bool = False,
+    reproducible: bool = False,
     out_dtype: torch.dtype | None = None,
     precise_delta: bool = False,
     precision: str | None = None,
@@ -118,6 +119,8 @@ def attention(
     onchip.quant, "nvfp4", "nvfp4_pv8" and "mxfp4" too, by their reference on the CPU alone;
     gradients are for the unquantised q, k and v. "auto": "fp8" where a GPU has a kernel for it and
     is faster (8k keys per query), else None.
+    reproducible: the bits of a row of the forward depend on that row and on the keys up to its own
+    alone: not on the batch, on packing, chunks or pages. On the CPU (docs/reproducible.md).
     kernel: a name from `onchip doctor`. That kernel serves the call, or the call is refused.
     """
     if unknown:
@@ -131,6 +134,7 @@ def attention(
         dropout_p=dropout_p,
         return_stats=return_stats,
         deterministic=deterministic,
+        reproducible=reproducible,
         return_lse=return_lse,
         precise_delta=precise_delta,
         precision=precision,
@@ -198,6 +202,7 @@ def varlen_attention(
     return_lse: bool = False,
     return_stats: bool = False,
     deterministic: bool = False,
+    reproducible: bool = False,
     out_dtype: torch.dtype | None = None,
     precise_delta: bool = False,
     precision: str | None = None,
@@ -223,6 +228,7 @@ def varlen_attention(
         dropout_p=dropout_p,
         return_stats=return_stats,
         deterministic=deterministic,
+        reproducible=reproducible,
         return_lse=return_lse,
         precise_delta=precise_delta,
         precision=precision,
@@ -285,6 +291,7 @@ def paged_attention(
     return_lse: bool = False,
     return_stats: bool = False,
     deterministic: bool = False,
+    reproducible: bool = False,
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
     kernel: str | None = None,
@@ -306,9 +313,10 @@ def paged_attention(
     j only if tree_mask[b, i, j], AND causal AND window. Everything before the new tokens stays
     visible. With packed queries its last two sizes are max_seqlen_q. Positions (window, ALiBi) are
     positions in the cache. deterministic: the bits of a sequence's result do not depend on the rest
-    of the batch or on page_size. precision: "fp8" or "int8" quantise q and, in every call, the keys
-    and values in the pages: for long prompts. "auto" is refused, because the number of keys is on
-    the device. Under autocast q takes the dtype of the pages. No gradient.
+    of the batch or on page_size. reproducible: rows have the same bits in `attention` and
+    `varlen_attention`, too. precision: "fp8" or "int8" quantise q and, in every call, the keys and
+    values in the pages: for long prompts. "auto" is refused, because the number of keys is on the
+    device. Under autocast q takes the dtype of the pages. No gradient.
     """
     if unknown:
         refuse_unknown("paged_attention", unknown, paged_attention.__kwdefaults__)
@@ -320,6 +328,7 @@ def paged_attention(
         softcap=softcap,
         return_stats=return_stats,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        reproducible=reproducible,
         return_lse=return_lse,
         precision=precision,
     )

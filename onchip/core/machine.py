@@ -1,6 +1,8 @@
-"""Which dtypes the CPU of this machine multiplies fast."""
+"""The CPU of this machine: which dtypes it multiplies fast, and how many threads compute."""
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -27,3 +29,16 @@ def has_fast_matmul(dtype: torch.dtype) -> bool:
 def matmul_dtype(dtype: torch.dtype) -> torch.dtype:
     """dtype if this CPU multiplies it fast, else fp32."""
     return dtype if has_fast_matmul(dtype) else torch.float32
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside this block torch computes with one thread: with more, the bits of an operation may
+    depend on where torch divides it among them.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

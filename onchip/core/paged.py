@@ -252,7 +252,12 @@ def split_mixed_batch(problem: Problem, x: Tensors) -> list[SubBatch]:
     sequences, because no CPU kernel is fast for both. Other calls are not split: an empty list.
     """
     is_packed = problem.page_size and problem.packed and problem.seqlen_q > 1
-    needs_one_call = problem.deterministic or problem.has_tree_mask or problem.return_stats
+    needs_one_call = (
+        problem.deterministic
+        or problem.reproducible
+        or problem.has_tree_mask
+        or problem.return_stats
+    )
     if not is_packed or needs_one_call or x.q.device.type != "cpu":
         return []
     seqlens_q = x.cu_seqlens_q.diff()

@@ -130,6 +130,7 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     return_stats: bool = False
     deterministic: bool = False
+    reproducible: bool = False
     return_lse: bool = False
     precise_delta: bool = False
     precision: str | None = None
@@ -176,6 +177,7 @@ class Problem(NamedTuple):
     dropout_p: float = 0.0
     return_stats: bool = False
     deterministic: bool = False
+    reproducible: bool = False
     return_lse: bool = False  # to the caller; an lse for autograd alone may be less exact
     precise_delta: bool = False  # the backward gets the rounding error of out, too
     precision: str | None = None  # of the forward's operands, one of PRECISIONS

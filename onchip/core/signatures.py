@@ -66,6 +66,7 @@ class PagedOptions(ScoreOptions, total=False):
     max_seqlen_q: int | None
     tree_mask: Tensor | None
     precision: str | None
+    reproducible: bool
 
 
 class TrainingOptions(ScoreOptions, total=False):
@@ -81,6 +82,7 @@ class VarlenOptions(TrainingOptions, total=False):
 
     precision: str | None
     score_mod: ScoreFunction | ScoreMod | None
+    reproducible: bool
 
 
 class AttentionOptions(VarlenOptions, total=False):

@@ -746,6 +746,8 @@ def _compute_backward(
 ) -> Grads:
     if problem.precision is not None:  # straight-through: the gradient of unquantised q, k and v
         problem, kernel = problem._replace(precision=None), None
+    if problem.reproducible:  # of the forward: (out, lse) means the same to every backward
+        problem, kernel = problem._replace(reproducible=False), None
     backward = _choose_backend(problem, x, kernel, backward=True).backward
     if not is_autocast(x.q):
         return backward(problem, x, out, lse, dout, dlse)

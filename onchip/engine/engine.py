@@ -22,6 +22,7 @@ from itertools import count
 
 import torch
 
+from onchip.core.problem import UnsupportedError
 from onchip.cost.decoding import DecodeRoofline
 from onchip.cost.hardware import planned_for
 from onchip.engine.model_runner import InFlightStep, ModelRunner
@@ -40,6 +41,7 @@ from onchip.engine.stats import EngineStats, StatsRecorder
 from onchip.engine.step import Limits, RejectedRequest
 from onchip.engine.structure.compiler import GrammarCompiler, PendingGrammar, wait_for_any
 from onchip.engine.tokenizer import Tokenizer
+from onchip.engine.weights_version import WeightsVersion
 from onchip.kvcache import HostTier, KVCache, Spec
 from onchip.models import Decoder, Model
 
@@ -68,6 +70,8 @@ class ExecutionConfig:
     long chunks of prompts in 8 bits, "auto" where this saves time, None never. fused_decode:
     products of few rows compute the norm before them and the gate after them, too
     (models/products.py). fused_experts: layers of experts are fused kernels (models/experts.py).
+    reproducible: the bits of a log probability depend on the weights and the tokens before alone,
+    as in the model's `full`; the model stays in this mode (`Decoder.set_reproducible`).
     """
 
     overlap: bool | None = None
@@ -78,6 +82,7 @@ class ExecutionConfig:
     prefill_precision: str | None = None
     fused_decode: bool = True
     fused_experts: bool = False
+    reproducible: bool = False
 
 
 class Engine:
@@ -119,6 +124,9 @@ class Engine:
         draft_model: Model | None = None,
         execution: ExecutionConfig = ExecutionConfig(),  # noqa: B008 (immutable)
     ):
+        if execution.reproducible:
+            options = {"kv_dtype": kv_dtype, "offload_pages": offload_pages}
+            _set_reproducible(model, execution, speculative_config, options)
         self.model, self.tokenizer, self.limits = model, tokenizer, limits
         self.eos_token_ids = _find_eos(model, tokenizer, eos_token_ids)
         spec = model.cache_spec(page_size, kv_dtype)
@@ -148,8 +156,15 @@ class Engine:
         shape = config.shape if config is not None and replays else None
         ways = execution.cascade, execution.prefill_precision, execution.fused_decode
         self._runner = ModelRunner(
-            model, self.cache, graphs, *ways, shape, fused_experts=execution.fused_experts
+            model,
+            self.cache,
+            graphs,
+            *ways,
+            shape,
+            fused_experts=execution.fused_experts,
+            is_reproducible=execution.reproducible,
         )
+        self._weights, self._is_training = WeightsVersion(model), False
         self._overlap = (
             self.cache.device.type == "cuda" if execution.overlap is None else execution.overlap
         )
@@ -199,6 +214,7 @@ class Engine:
         """
         self._check_open()
         self._recover()
+        self._check_weights()
         request = Request(
             f"request-{next(self._names)}" if request_id is None else request_id,
             self.encode(prompt) if isinstance(prompt, str) else prompt,
@@ -275,6 +291,7 @@ class Engine:
         """
         self._check_open()
         self._recover()
+        self._check_weights()
         started = time.monotonic()
         try:
             with self._changing_state():
@@ -288,6 +305,40 @@ class Engine:
     def stats(self) -> EngineStats:
         """The state of the engine at the end of its last step."""
         return self._recorder.latest
+
+    def train(self) -> Decoder:
+        """Give the memory of the cache back, and return the model: its parameters may change in
+        place. Until `serve` the engine takes no request. ValueError: requests are unfinished.
+        """
+        self._check_open()
+        self._recover()
+        if not isinstance(self.model, Decoder):
+            raise UnsupportedError("train() needs a native decoder: this model is not trained here")
+        if self._runner.has_graphs or (self._draft is not None and self._draft.has_graphs):
+            raise UnsupportedError(
+                "train() gives the pages back, and CUDA graphs hold their addresses: create the"
+                " engine without graphs (enforce_eager=True)"
+            )
+        if self.has_work:
+            raise ValueError("train() while requests are unfinished: finish or cancel them first")
+        self._reset_pages()
+        for held in self._holders():
+            held.release_memory()
+        self._is_training = True
+        return self.model
+
+    def serve(self) -> None:
+        """Take the memory of the cache again, after `train`. No page and no cached prefix of the
+        weights before is left.
+        """
+        if self._runner is None:
+            raise ValueError("the engine was closed")
+        if not self._is_training:
+            raise ValueError("serve() follows train(), and the engine serves already")
+        for held in self._holders():
+            held.take_memory()
+        self._weights.accept()
+        self._is_training = False
 
     def close(self) -> None:
         """Cancel all requests and free all memory. The engine cannot be used afterwards."""
@@ -308,6 +359,27 @@ class Engine:
             raise ValueError("the engine was closed")
         if self._failed:
             raise EngineError(f"the engine has failed: {self._failed}")
+        if self._is_training:
+            raise ValueError("the engine is in training, without pages: call serve() first")
+
+    def _check_weights(self) -> None:
+        """If the weights changed, drop all pages, which are of the weights before. ValueError:
+        unfinished requests have such pages.
+        """
+        if not self._weights.has_changed:
+            return
+        if self.scheduler.has_work:  # a step in flight alone has cancelled requests: it is dropped
+            raise ValueError(
+                "the weights changed while requests are unfinished: cancel them, because their"
+                " pages are of the weights before, and call train() before weights change"
+            )
+        self._reset_pages()
+        self._weights.accept()
+
+    def _holders(self) -> list[KVCache | HostTier]:
+        """All that holds memory for pages."""
+        draft = None if self._draft is None else self._draft.cache
+        return [held for held in (self.cache, self.tier, draft) if held is not None]
 
     @contextmanager
     def _changing_state(self) -> Iterator[None]:
@@ -331,6 +403,11 @@ class Engine:
             return
         over = self.scheduler.abandon_all(Status.FINISHED_ABORTED, "a step was interrupted")
         self._aborted |= {request.request_id: request.output() for request in over}
+        self._reset_pages()
+        self._inconsistent = False
+
+    def _reset_pages(self) -> None:
+        """No page is in use, no prefix is cached, and all queues are empty; totals stay."""
         self.cache.reset()
         if self.tier is not None:
             self.tier.reset()
@@ -340,7 +417,6 @@ class Engine:
         self._reset_scheduler()
         self.scheduler.totals = before.totals
         self.scheduler.num_cached_tokens = before.num_cached_tokens
-        self._inconsistent = False
 
     def _make_draft(self, draft: Model, shape: TreeShape, graphs: bool) -> DraftModelProposer:
         limits, size = self.limits, self.cache.spec.page_size
@@ -452,6 +528,29 @@ class Engine:
         self._output_processor.clear()
         self._in_flight = None
         return EngineError(f"a step failed, and all requests with it: {self._failed}", outputs)
+
+
+def _set_reproducible(
+    model: Model,
+    execution: ExecutionConfig,
+    speculation: SpeculativeConfig | None,
+    options: dict[str, object],
+) -> None:
+    """Put the model into its reproducible mode. UnsupportedError: an option of the engine computes
+    attention in another order. fused_decode needs no refusal: it runs on GPUs alone.
+    """
+    if not isinstance(model, Decoder):
+        raise UnsupportedError(
+            "reproducible=True needs a native decoder: this model runs through transformers"
+        )
+    trees = speculation is not None and not speculation.shape.is_chain
+    options |= {"cascade": None if execution.cascade == "off" else execution.cascade}
+    options |= {"prefill_precision": execution.prefill_precision, "lockstep": execution.lockstep}
+    options |= {"speculative_token_tree": trees and speculation.speculative_token_tree}
+    for name, value in options.items():
+        if value:
+            raise UnsupportedError(f"{name}={value!r} is not served with reproducible=True")
+    model.set_reproducible()
 
 
 def _make_speculator(

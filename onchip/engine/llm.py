@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from onchip.core.problem import UnsupportedError
 from onchip.engine import memory
 from onchip.engine.chat_template import Message, get_template
 from onchip.engine.engine import Engine, EngineError, ExecutionConfig
@@ -23,7 +24,7 @@ from onchip.engine.step import Limits, RejectedRequest
 from onchip.engine.structure.compiler import PendingGrammar
 from onchip.engine.text_worker_pool import TextWorker, TextWorkerPool
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, generation_eos
-from onchip.models import Model, builtin, resolve
+from onchip.models import Decoder, Model, builtin, resolve
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | BeamSearchParams
@@ -48,7 +49,9 @@ class LLM:
     them and the gate after them, on a GPU with native decoders; see docs/engine.md. fused_experts:
     layers of experts are fused kernels there, which CUDA graphs can hold; see docs/models.md.
     num_pages: pages of the cache; None for as many as fit. speculative_config: a dict with the
-    names of `SpeculativeConfig`; outputs do not change, see docs/engine.md.
+    names of `SpeculativeConfig`; outputs do not change, see docs/engine.md. reproducible: log
+    probabilities have the bits of a forward of the trainable model, on the CPU; see
+    docs/reproducible.md.
 
     tensor_parallel_size: torchrun starts this many processes, which all make the same calls. All
     ranks must decide alike, so nothing may depend on time: no graphs, swaps wait for their copies,
@@ -82,7 +85,10 @@ class LLM:
         device: str | torch.device | None = None,
         num_pages: int | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        reproducible: bool = False,
     ):
+        if reproducible and tensor_parallel_size > 1:
+            raise UnsupportedError(f"{tensor_parallel_size=} is not served with reproducible=True")
         speculation = SpeculativeConfig.parse(speculative_config)
         ranks = Ranks(tensor_parallel_size, seed)
         model = resolve(model) if isinstance(model, (str, Path)) else model
@@ -137,6 +143,7 @@ class LLM:
                 prefill_precision=prefill_precision,
                 fused_decode=fused_decode,
                 fused_experts=fused_experts,
+                reproducible=reproducible,
             ),
         )
         self._ranks = ranks
@@ -156,6 +163,18 @@ class LLM:
         self._templates.close()
         self.engine.close()
         self._ranks.shut_down()
+
+    def train(self) -> Decoder:
+        """Return the model that generates, to change its weights in place: there is one copy of
+        them. The memory of the cache is given back until `serve`; calls that generate raise.
+        """
+        if not self._ranks.is_single:
+            raise UnsupportedError("train() is not served with tensor_parallel_size above 1")
+        return self.engine.train()
+
+    def serve(self) -> None:
+        """Generate again, after `train`, with the weights as they are now."""
+        self.engine.serve()
 
     def get_tokenizer(self) -> Tokenizer | None:
         return self.engine.tokenizer

@@ -44,6 +44,7 @@ from onchip.kvcache.prefill_chunks import PrefillChunks
 from onchip.models import Model, positions_of
 from onchip.models.experts import fuse_experts
 from onchip.models.products import fuse_products
+from onchip.models.reproducible import reproducible_rows
 
 _EMPTY = torch.empty(0)
 _PROMPT_ROWS = 256  # rows of prompt logits that exist at a time: each is vocab_size wide
@@ -117,7 +118,8 @@ class ModelRunner:
     wherever two share a page, "off" never. prefill_precision: see prefill_precision.py.
     fused_decode: native decoders compute steps of few rows with `fuse_products`. drafts: steps with
     drafts of this shape have graphs of their own. fused_experts: native decoders compute layers of
-    experts with `fuse_experts`.
+    experts with `fuse_experts`. is_reproducible: logits are sampled from row by row, too, as the
+    model computes them.
     """
 
     def __init__(
@@ -130,7 +132,9 @@ class ModelRunner:
         fused_decode: bool = True,
         drafts: TreeShape | None = None,
         fused_experts: bool = False,
+        is_reproducible: bool = False,
     ):
+        self._is_reproducible = is_reproducible
         self._model, self._cache, self._device = model, cache, cache.device
         self._fused_decode, self._fused_experts = fused_decode, fused_experts
         self._last_tokens = torch.zeros(cache.max_seqs, dtype=torch.int64, device=cache.device)
@@ -149,6 +153,11 @@ class ModelRunner:
             self._graphs = StepGraphs(
                 model, cache, self._last_tokens, self._cascade, lengths, trees
             )
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps are replayed from CUDA graphs."""
+        return self._graphs is not None
 
     @torch.inference_mode()
     def warm_up(self, most_tokens: int) -> None:
@@ -176,6 +185,7 @@ class ModelRunner:
         with (
             self._fuse(),
             self._threads.limit_for(step.chunks, len(step.rows_to_sample)),
+            reproducible_rows(self._is_reproducible),
         ):
             return self._launch(step)
 

@@ -27,6 +27,7 @@ from onchip.engine.request import Request, Sample, SampledToken
 from onchip.engine.sampling_params import SamplingParams
 from onchip.engine.structure.bitmask import TokenBitmask, fill_bitmask
 from onchip.models import Model
+from onchip.models.reproducible import in_whole_vectors, is_reproducible
 
 _WARM_UP_PARAMS = SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_p=0.5)
 _WARM_UP_ROWS = 16, 8, 4, 2, 1
@@ -236,6 +237,9 @@ def compute_logprobs(logits: Tensor, token: Tensor, num_top: int | None) -> Samp
     ranks. Also used for the rows of a prompt and the tokens that follow them.
     """
     logits = logits.float()
+    if is_reproducible():  # the bits of log_softmax, with which a trainer computes them
+        logprobs = logits.log_softmax(-1)
+        return _gather_logprobs(logprobs, token, torch.zeros(len(logits)), num_top)
     return _gather_logprobs(logits, token, logits.logsumexp(-1), num_top)
 
 
@@ -309,7 +313,7 @@ def compute_masses(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     logits: of the random rows.
     """
     logits = logits - logits.amax(-1, keepdim=True)
-    weights = logits.div_(metadata.temperature[:, None]).exp_()
+    weights = in_whole_vectors(torch.exp_, logits.div_(metadata.temperature[:, None]))
     keys = weights.view(torch.int32)  # of non-negative floats: the same order
     masses = (weights * _UNIT).round_().long()  # a power of two: exact
     if metadata.min_p is not None:

@@ -115,6 +115,15 @@ class KVCache:
         width = min(-(-self.max_seqlen // self.spec.page_size), self.pool.capacity)
         self.host_table = HostTable(self.max_seqs, width)
 
+    def release_memory(self) -> None:
+        """`reset`, and free the memory of the pages: until `take_memory` no sequence is opened."""
+        self.reset()
+        self.pages.release_memory()
+
+    def take_memory(self) -> None:
+        """Allocate the memory of the pages again, after `release_memory`."""
+        self.pages.take_memory()
+
     @property
     def device(self) -> torch.device:
         return self.pages.k.device
@@ -137,6 +146,7 @@ class KVCache:
         offload_pages: pages of host memory to reserve, for `offload`.
         """
         tokens = _ids(tokens)
+        self.pages.check_memory()
         self._check_fits(len(tokens))
         if not self.host_table.free_rows:
             return NoRoom(1, 0, "sequences")

@@ -159,8 +159,25 @@ class PageTensors:
         is_float8 = self.k.dtype == torch.float8_e4m3fn
         return [t.view(torch.int8) if is_float8 else t for t in self._tokens]
 
+    def release_memory(self) -> None:
+        """Free the memory of all pages. No page may be in use until `take_memory`."""
+        self._resize(0)
+
+    def take_memory(self) -> None:
+        """Allocate the memory of all pages again, for the same tensors and their views."""
+        self._resize(1)
+
+    def check_memory(self) -> None:
+        if not self.k.untyped_storage().nbytes():
+            raise ValueError("the memory of the pages was released: take_memory() comes first")
+
+    def _resize(self, factor: int) -> None:
+        for t in (*self._tokens, *self._scales):
+            t.untyped_storage().resize_(factor * t.numel() * t.itemsize)
+
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """(k_pages, v_pages) of one layer, as paged_attention takes them."""
+        self.check_memory()
         if not 0 <= layer < self.spec.num_layers:
             raise ValueError(f"{layer=} must lie in [0, num_layers={self.spec.num_layers})")
         return self.k[layer], self.v[layer]

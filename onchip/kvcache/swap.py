@@ -38,6 +38,8 @@ class Mover(Protocol):
 
     def move_in(self, pages: Sequence[int], chunks: Sequence[int]) -> Transfer: ...
 
+    def resize(self, factor: int) -> None: ...
+
 
 class SwapStatus(Enum):
     """Where the pages of a group are."""
@@ -111,6 +113,17 @@ class HostTier:
         self._free_chunks = list(range(self.capacity // self.chunk_pages - 1, -1, -1))
         self._moving: list[tuple[Transfer, SequenceGroup]] = []
         self._groups: set[SequenceGroup] = set()
+
+    def release_memory(self) -> None:
+        """`reset`, and free the host memory, unless it is pinned: then a GPU trains, which has its
+        own.
+        """
+        self.reset()
+        self._mover.resize(0)
+
+    def take_memory(self) -> None:
+        """Allocate the host memory again, after `release_memory`."""
+        self._mover.resize(1)
 
     @property
     def num_free(self) -> int:
@@ -275,6 +288,11 @@ class _HostMover:
     def __init__(self, chunks: _Chunks):
         self._chunks = chunks
 
+    def resize(self, factor: int) -> None:
+        """0: free the host memory; 1: allocate it."""
+        host = self._chunks.host
+        host.untyped_storage().resize_(factor * host.numel() * host.itemsize)
+
     def move_out(self, pages: Sequence[int], chunks: Sequence[int]) -> Transfer:
         for ids, host in self._chunks.per_chunk(torch.tensor(pages), chunks):
             self._chunks.gather(ids, host)
@@ -319,6 +337,9 @@ class _CudaMover:
         for stream in self._streams:  # the allocator must not reuse this memory under the copies
             for used in (self._staging, *chunks.rows):
                 used.record_stream(stream)
+
+    def resize(self, factor: int) -> None:
+        """Pinned memory stays."""
 
     def move_out(self, pages: Sequence[int], chunks: Sequence[int]) -> Transfer:
         for ids, host, staged, stream in self._stage_chunks(pages, chunks):

@@ -4,7 +4,7 @@ A layer is independent of the source of its keys: it passes q, k and v to an `At
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from onchip.models.latent_attention import LatentAttention
 from onchip.models.layer_config import Layer
 from onchip.models.linear import Linear, ParameterFactory
 from onchip.models.norm import NormLayer, add_norm, optional
+from onchip.models.order_check import check_mode, check_order
 from onchip.models.pointwise import (
     Norms,
     Projections,
@@ -31,6 +32,7 @@ from onchip.models.pointwise import (
 )
 from onchip.models.prefill_8bit import attend_projections, fuses_prefill
 from onchip.models.products import find_kernel, norm_product, product
+from onchip.models.reproducible import in_whole_vectors, is_reproducible, reproducible_rows
 from onchip.models.rotary import Rotary, cos_sin, rotate
 from onchip.models.routing import Routing
 from onchip.models.weight_names import Shard
@@ -79,6 +81,7 @@ class DecoderAttention(nn.Module):
     def options(self) -> dict[str, Any]:
         """The options of each attention call of this layer."""
         options = self._score_options
+        options = options | {"reproducible": True} if is_reproducible() else options
         return options if self.sinks is None else options | {"sinks": self.sinks}
 
     def _fuses(self, qkv: Tensor) -> bool:
@@ -228,6 +231,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(config, i, factory) for i in range(config.num_layers))
         self.norm = NormLayer(config, width, factory)
         self.head = None if config.tied else factory.empty(config.vocab_size, width)
+        self._is_reproducible = False
 
     @property
     def device(self) -> torch.device:
@@ -241,6 +245,21 @@ class Decoder(nn.Module):
     def width(self) -> int:
         """The size of the hidden states."""
         return self.config.hidden_size
+
+    @property
+    def reproducible(self) -> bool:
+        """See `set_reproducible`."""
+        return self._is_reproducible
+
+    def set_reproducible(self, enabled: bool = True) -> None:
+        """From now on the bits of a token's hidden states and logits depend on the weights and on
+        the tokens before it alone: not on the batch, on packing, chunks, pages, nor on whether
+        gradients are recorded (docs/reproducible.md). UnsupportedError: this model has a layer that
+        has no such mode, is not on the CPU, or the libraries of this machine fail a check.
+        """
+        if enabled and not self._is_reproducible:
+            check_order(self)
+        self._is_reproducible = enabled
 
     @property
     def layer_weights(self) -> int:
@@ -322,11 +341,12 @@ class Decoder(nn.Module):
         """(..., vocab_size) in fp32 (fp64 for fp64). wide=False keeps the dtype of the matrix
         product, unless logits are capped: for a kernel that reads them once and widens them itself.
         """
-        out = product(hidden, self.embed if self.head is None else self.head)
-        if not wide and not self.config.logit_softcap:
-            return out
-        out = out if out.dtype == torch.float64 else out.float()
-        return soft_cap(out, self.config.logit_softcap)
+        with self._mode():
+            out = product(hidden, self.embed if self.head is None else self.head)
+            if not wide and not self.config.logit_softcap:
+                return out
+            out = out if out.dtype == torch.float64 else out.float()
+            return soft_cap(out, self.config.logit_softcap)
 
     def run(
         self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
@@ -334,6 +354,17 @@ class Decoder(nn.Module):
         """Hidden states of tokens of any shape, with any `Attend`. `forward` and `full` call it
         with the three of this file.
         """
+        with self._mode():
+            return self._run(tokens, positions, attend, rows)
+
+    def _mode(self) -> AbstractContextManager[None]:
+        if self._is_reproducible:
+            check_mode(self.embed)
+        return reproducible_rows(self._is_reproducible)
+
+    def _run(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None
+    ) -> Tensor:
         compiling = torch.compiler.is_compiling()  # reading a value would break the graph
         if (tokens.device.type == "cpu" and not compiling) or checks.enabled:
             self._check_tokens(tokens)
@@ -413,4 +444,4 @@ def is_fused(x: Tensor, norm: NormLayer, linear: Linear) -> bool:
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    return cap * torch.tanh(x / cap) if cap else x
+    return cap * in_whole_vectors(torch.tanh, x / cap) if cap else x

@@ -34,6 +34,7 @@ from onchip.models.config import ModelConfig
 from onchip.models.layer_config import Experts
 from onchip.models.linear import Linear, ParameterFactory
 from onchip.models.pointwise import clamped_swiglu, fused, gated_activation
+from onchip.models.reproducible import in_whole_vectors, is_reproducible, multiply
 from onchip.models.routing import Routing, route
 
 _ALIGNED = 8  # torch's grouped product reads rows of bf16 at multiples of 16 bytes
@@ -130,7 +131,8 @@ def multiply_groups(
     each = [None] * count if biases is None else biases.unbind()
     parts = zip(rows.split(groups.sizes), matrices.unbind(), each, strict=True)
     needs_all = len(rows) == 0  # of no rows, every product is empty
-    return torch.cat([F.linear(*part) for part in parts if needs_all or len(part[0])])
+    linear = multiply if is_reproducible() else F.linear
+    return torch.cat([linear(*part) for part in parts if needs_all or len(part[0])])
 
 
 def combine_rows(rows: Tensor, groups: RowGroups, routing: Routing) -> Tensor:
@@ -204,7 +206,9 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.down(gated_activation(self.up(x), self.activation))
-        return out if self.gate is None else self.gate(x).sigmoid() * out
+        if self.gate is None:
+            return out
+        return in_whole_vectors(torch.sigmoid, self.gate(x)) * out
 
 
 class SparseMLP(nn.Module):

@@ -16,6 +16,7 @@ from torch import Tensor
 from onchip.core.device import device_info
 from onchip.core.problem import Options, Problem, Tensors
 from onchip.core.torch_mode import is_eager
+from onchip.models.reproducible import in_whole_vectors
 
 
 class Norms(NamedTuple):
@@ -58,7 +59,7 @@ def add_rms_norm(
 
 
 def activate(x: Tensor, name: str) -> Tensor:
-    return _ACTIVATE[name](x)
+    return in_whole_vectors(_ACTIVATE[name], x)
 
 
 def gated_activation(x: Tensor, name: str) -> Tensor:
@@ -78,7 +79,7 @@ def clamped_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:
     wide = x if x.dtype == torch.float64 else x.float()
     gate, up = wide.chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return ((up + 1) * (gate * torch.sigmoid(alpha * gate))).to(x.dtype)
+    return ((up + 1) * (gate * in_whole_vectors(torch.sigmoid, alpha * gate))).to(x.dtype)
 
 
 class Projections(NamedTuple):

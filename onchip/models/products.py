@@ -12,6 +12,7 @@ What one launch computes, by what the model is and what the step has:
     activation after a product   of a gate; an activation without one is a launch of its own
     norms after attention, MLP   a launch of its own
     experts                      torch's products, but for the router and a shared expert
+    the reproducible mode        products of one shape for all of them (reproducible.py)
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.models.pointwise import RMSNorm, add_rms_norm, fused, gated_activation, rms_norm
+from onchip.models.reproducible import is_reproducible, multiply
 
 _is_fused: ContextVar[bool] = ContextVar("onchip_fused_products", default=False)
 
@@ -40,6 +42,8 @@ def fuse_products(enabled: bool = True) -> Iterator[None]:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias."""
+    if is_reproducible():
+        return multiply(x, weight, bias)
     if kernel := find_kernel(x, weight):
         return kernel.product(x, weight, bias)
     return F.linear(x, weight, bias)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onchip.models.fields import Fields
+from onchip.models.reproducible import in_whole_vectors
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 
@@ -154,7 +155,8 @@ _SCALED = {
 def cos_sin(rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
     """(cos, sin) of every position, fp32 (*positions, 1, dim / 2); all heads share them."""
     angles = positions[..., None, None].float() * frequencies(rotary, positions.device)
-    return angles.cos() * rotary.amplitude, angles.sin() * rotary.amplitude
+    cos, sin = in_whole_vectors(torch.cos, angles), in_whole_vectors(torch.sin, angles)
+    return cos * rotary.amplitude, sin * rotary.amplitude
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

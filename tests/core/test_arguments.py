@@ -57,6 +57,9 @@ class TestNames:
             call(function, zzz=1.0)
 
 
+FLAGS = "return_lse", "return_stats", "deterministic", "reproducible"
+
+
 class TestFlags:
     @pytest.mark.parametrize("value", ["False", 0, 1, None, torch.tensor(True), np.bool_(True)])
     @pytest.mark.parametrize("function", ATTEND)
@@ -65,7 +68,7 @@ class TestFlags:
         with pytest.raises(ValueError, match="causal="):
             call(function, causal=value)
 
-    @pytest.mark.parametrize("name", ["return_lse", "return_stats", "deterministic"])
+    @pytest.mark.parametrize("name", FLAGS)
     @pytest.mark.parametrize("function", ["attention", "varlen_attention", "paged_attention"])
     def test_other_flags_are_true_or_false(self, function, name):
         with pytest.raises(ValueError, match=name):

@@ -240,7 +240,7 @@ FIELDS = {
     "dropout_seed": "dropout_p",
 }
 # Tested below, and in tests/kernels/test_parts_of_calls.py.
-ELSEWHERE = {"deterministic", "has_positions", "first_head", "wide_grads"}
+ELSEWHERE = {"deterministic", "reproducible", "has_positions", "first_head", "wide_grads"}
 
 
 @pytest.mark.parametrize("kernel", GRIDS)

@@ -36,6 +36,7 @@ class TestFieldTable:
             dropout_p=0.25,
             return_stats=True,
             deterministic=True,
+            reproducible=True,
             return_lse=True,
             precision="int8",
         )

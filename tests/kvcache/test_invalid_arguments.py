@@ -99,8 +99,9 @@ class Rig:
 
     def step(self):
         owner = self.chance.choice([self.cache, self.cache, self.cache, self.tier])
-        # All but the first belong to the host tier.
-        skip = {"reset", "assign_row", "release_row", "release_host_range"}
+        # The second line belongs to the host tier.
+        skip = {"reset", "release_memory", "take_memory"}
+        skip |= {"assign_row", "release_row", "release_host_range"}
         self.name = name = self.chance.choice(sorted(set(public(type(owner))) - skip))
         self.count = self.chance.randrange(3)  # the length of every list argument
         args = {n: self.value(n) for n in parameters(getattr(type(owner), name))}

@@ -125,6 +125,11 @@ class DraftModelProposer:
     def _threads(self) -> StepThreads:
         return StepThreads(self.model)
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps are replayed from CUDA graphs."""
+        return self._graphs is not None
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Record graphs and compile the sampling kernels."""

@@ -16,6 +16,7 @@ from onchip.core.backend import (
     accumulator_dtype,
     empty_result,
     grad_dtype,
+    lacks,
     make_backend,
     row_delta,
     sink_gradient,
@@ -23,6 +24,7 @@ from onchip.core.backend import (
 from onchip.core.device import DeviceInfo
 from onchip.core.problem import Problem, Tensors
 from onchip.core.state import State, add_sink, finalize, fold_tiles
+from onchip.kernels.cpu import fixed_order
 from onchip.kernels.cpu.head_slice import head_slices
 from onchip.kernels.cpu.scores import Scorer, TileBounds, grouped_matmul, sum_over_groups
 from onchip.kernels.cpu.second import tangent_gradients
@@ -33,17 +35,28 @@ from onchip.kernels.cpu.tile_loop import key_tiles, load_operands, row_tiles
 OPTIONS = {
     *("causal", "window_size", "packed", "has_mask", "deterministic", "return_stats"),
     *("softcap", "score_mod", "has_alibi", "has_bias", "has_sinks"),
-    *("dropout_p", "has_positions", "first_head", "wide_grads"),
+    *("dropout_p", "has_positions", "first_head", "wide_grads", "reproducible"),
 }
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     if problem.dtype == torch.float64 and device.type != "cpu":
         return "float64 is served on the CPU"
-    return None
+    return _refuse_reproducible(problem, device) if problem.reproducible else None
+
+
+def _refuse_reproducible(problem: Problem, device: DeviceInfo) -> str | None:
+    if device.type != "cpu":
+        return f"computes with reproducible=True on the CPU only, not on {device.type}"
+    if problem.page_dtype is not None:
+        return "has no 8-bit pages with reproducible=True"
+    reason = lacks(problem, {*fixed_order.SERVED, "page_size", "reproducible"})
+    return reason and f"{reason} with reproducible=True"
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
+    if problem.reproducible:
+        return fixed_order.forward(problem, x)
     out, lse = empty_result(problem, x)
     stats = Stats(torch.empty_like(lse), torch.empty_like(lse)) if problem.return_stats else None
     for head_slice in head_slices(problem, x):

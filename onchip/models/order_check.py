@@ -1,0 +1,115 @@
+"""The order check: whether a decoder can compute reproducibly here. It looks at its layers and its
+device, and compares bits: operations of this machine's libraries must be row by row, in the shapes
+that the model uses.
+
+It computes 37 rows at once, then the same rows permuted, some alone, and with gradients recorded.
+It takes as long as a step of the first layer of each kind and of the head over some hundred tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from onchip.core.functional import attention
+from onchip.core.problem import UnsupportedError
+from onchip.core.torch_mode import is_autocast, is_eager
+from onchip.models.reproducible import reproducible_rows
+from onchip.models.rotary import cos_sin
+
+if TYPE_CHECKING:
+    from onchip.models.decoder import Decoder
+
+_ROWS = 37
+_SEQLEN = 150  # tokens: three tiles of keys
+_NEEDS = "reproducible=True needs"
+
+
+def check_mode(weight: Tensor) -> None:
+    """UnsupportedError where a call would not compute what `check_order` has checked."""
+    if weight.device.type != "cpu":
+        raise UnsupportedError(f"{_NEEDS} a model on the CPU, this one is on {weight.device}")
+    if not is_eager(weight):
+        raise UnsupportedError(f"{_NEEDS} an eager call: a compiler orders operations anew")
+    if is_autocast(weight):
+        raise UnsupportedError(
+            f"{_NEEDS} a call without torch.autocast, which rounds where an engine does not: load"
+            " the model with dtype=torch.bfloat16"
+        )
+
+
+def check_order(model: "Decoder") -> None:
+    """UnsupportedError: the model cannot compute reproducibly, and why."""
+    config = model.config
+    if model.shard.world_size > 1:
+        raise UnsupportedError(f"{_NEEDS} all weights on one rank: sums over ranks have an order")
+    if config.latent is not None:
+        raise UnsupportedError(
+            f"{_NEEDS} attention over keys and values: over latent pages decoding and prompts have"
+            " two different formulas"
+        )
+    check_mode(model.embed)
+    generator = torch.Generator().manual_seed(0)
+    for name, compute in _row_computations(model):
+        x = torch.randn(_ROWS, model.width, generator=generator).to(model.dtype)
+        _check_rows(name, compute, x)
+    _check_attention(model, generator)
+
+
+def _row_computations(model: "Decoder") -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    kinds: dict[tuple, int] = {}
+    for i, block in enumerate(model.layers):
+        kinds.setdefault(tuple(p.shape for p in block.parameters()), i)
+    for i in kinds.values():
+        yield f"layer {i}", lambda x, i=i: _without_keys(model, model.layers[i], x)
+    yield "the head", lambda x: _logprobs(model, x)
+
+
+def _without_keys(model: "Decoder", block: Any, x: Tensor) -> Tensor:
+    """A layer with an attention that returns the queries, so that rows are independent. All have
+    position 3.
+    """
+    positions = torch.full((len(x),), 3)
+    with reproducible_rows():
+        rope = [cos_sin(rotary, positions) for rotary in model.rotaries]
+        return torch.cat(block(x, x, rope, lambda layer, q, k, v, **options: q), -1)
+
+
+def _logprobs(model: "Decoder", x: Tensor) -> Tensor:
+    with reproducible_rows():
+        logits = model.logits(model.norm(x))
+    return logits.log_softmax(-1)  # with all threads, as a trainer computes it
+
+
+def _check_rows(name: str, compute: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    with torch.no_grad():
+        whole = compute(x)
+    order = torch.arange(_ROWS).flip(0).roll(5)
+    for rows in (order, order[:1], order[3:8], order[:16], order[4:36]):
+        with torch.no_grad():
+            _check_equal(name, compute(x[rows]), whole[rows])
+    with torch.enable_grad():
+        _check_equal(name, compute(x), whole)
+
+
+def _check_attention(model: "Decoder", generator: torch.Generator) -> None:
+    """One query at a time equals all at once."""
+    config = model.config
+    shapes = ((heads, config.head_dim) for heads in (config.num_heads, *[config.num_kv_heads] * 2))
+    q, k, v = (torch.randn(1, _SEQLEN, *s, generator=generator).to(model.dtype) for s in shapes)
+    attend = partial(attention, causal=True, reproducible=True, softcap=config.softcap)
+    out, lse = attend(q, k, v, return_lse=True)
+    for n in (1, 64, 65, _SEQLEN):
+        one, one_lse = attend(q[:, n - 1 : n], k[:, :n], v[:, :n], return_lse=True)
+        _check_equal("attention", one[:, 0], out[:, n - 1])
+        _check_equal("attention", one_lse[..., 0], lse[..., n - 1])
+
+
+def _check_equal(name: str, part: Tensor, whole: Tensor) -> None:
+    if not torch.equal(part, whole):
+        raise UnsupportedError(
+            f"{_NEEDS} operations that compute each row alone, and on this machine {name} does not:"
+            f" {int((part != whole).sum())} of {part.numel()} numbers differ"
+        )

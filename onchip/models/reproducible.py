@@ -1,0 +1,99 @@
+"""The reproducible mode: the bits of a row depend on that row alone, not on other rows, on their
+number, on threads, nor on whether gradients are recorded. Attention has the option `reproducible`.
+
+What depends on more by default, and how it is computed here:
+
+    products           a BLAS chooses its order of sums by the number of rows. Here every call has
+                       ROWS rows; zeros fill the last tile.
+    exp, silu, tanh    torch computes the elements after the last whole vector by other code. Here
+                       zeros follow them, so that there is none.
+    any of them        several threads cut elsewhere, and MKL then sums in parts: one thread.
+    norms, softmax     are row by row in torch: `order_check` compares them, too.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onchip.core.machine import one_thread
+
+# Rows of every product. Against one call of 512 rows, 8 tiles of 64 rows took 1.0 to 1.4 times as
+# long, tiles of 32 rows 1.6 to 2.7, tiles of 16 rows 1.5 to 2.7 times; against one row, a tile took
+# 4 to 12, 4 to 7 and 3 to 5 times as long (fp32, 1,024 x 3,072 and around, Xeon, 2026-11-19).
+ROWS = 32
+_ALIGNED_BYTES = 64
+_WHOLE = 256  # elements: a multiple of what a vectorised loop takes at a time
+
+_is_on: ContextVar[bool] = ContextVar("onchip_reproducible", default=False)
+
+
+@contextmanager
+def reproducible_rows(enabled: bool = True) -> Iterator[None]:
+    """Inside, in this thread, the layers of a decoder compute so. enabled=False changes nothing."""
+    if not enabled:
+        yield
+        return
+    token = _is_on.set(True)
+    try:
+        with one_thread():
+            yield
+    finally:
+        _is_on.reset(token)
+
+
+def is_reproducible() -> bool:
+    return _is_on.get()
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias by products of ROWS rows. The gradient is that of one product."""
+    return _FixedOrderProduct.apply(x, weight, bias)
+
+
+class _FixedOrderProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x, weight)
+        tiles = _as_tiles(x.reshape(-1, x.shape[-1]))
+        out = torch.cat([F.linear(tile, weight, bias) for tile in tiles])
+        return out[: x.shape[:-1].numel()].view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = dout.reshape(-1, dout.shape[-1])
+        return (
+            dout @ weight if needs_x else None,
+            rows.T @ x.reshape(-1, x.shape[-1]) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )
+
+
+def _as_tiles(rows: Tensor) -> tuple[Tensor, ...]:
+    """Tiles of ROWS rows, each of which begins at a multiple of 64 bytes: a BLAS may treat the
+    elements before one apart.
+    """
+    count = -(-max(1, len(rows)) // ROWS) * ROWS
+    if count > len(rows) or rows.data_ptr() % _ALIGNED_BYTES or not rows.is_contiguous():
+        padded = rows.new_zeros(count, rows.shape[1])
+        padded[: len(rows)] = rows
+        rows = padded
+    return rows.split(ROWS)
+
+
+def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x) of a function of single elements. In the mode each element is in a whole
+    vector.
+    """
+    if not is_reproducible():
+        return function(x)
+    flat = x.reshape(-1)
+    padded = F.pad(flat, (0, -len(flat) % _WHOLE))
+    return function(padded)[: len(flat)].view(x.shape)
