@@ -183,6 +183,44 @@ TRITON_WIDE_AMD = {
     ("decode", 512): _T(32, 16, 8, 1),
     ("chunk", 512): _T(32, 16, 8, 1),
 }
+# Tangents (tangent.py) and second derivatives (second.py): REASON
+TRITON_TANGENT = {
+    **_triton_rows(
+        tangent=(_T(128, 32, 8, 2), _T(64, 32, 8, 2), _T(32, 16, 8, 1)),
+        second_dkdv=(_T(32, 64, 8, 1), _T(16, 64, 8, 1), _T(16, 32, 8, 1)),
+        second_dq=(_T(64, 32, 8, 1), _T(64, 16, 8, 1), _T(16, 16, 8, 1)),
+        second_dbias=(_T(32, 32, 8, 1), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
+    ),
+    ("tangent", 512): _T(16, 16, 8, 1),
+    ("second_dkdv", 512): _T(16, 16, 8, 1),
+    ("second_dq", 512): _T(16, 16, 8, 1),
+    ("second_dbias", 512): _T(16, 16, 8, 1),
+}
+TRITON_TANGENT_SM90 = TRITON_TANGENT | {
+    ("tangent", 64): _T(128, 64, 8, 3),
+    ("tangent", 128): _T(128, 64, 8, 2),
+    ("tangent", 256): _T(32, 32, 8, 2),
+    ("second_dkdv", 64): _T(64, 64, 8, 2),
+    ("second_dkdv", 128): _T(32, 64, 8, 2),
+    ("second_dq", 64): _T(64, 64, 8, 2),
+    ("second_dq", 128): _T(64, 32, 8, 2),
+}
+TRITON_TANGENT_MODIFIED = TRITON_TANGENT | {
+    ("tangent", 64): _T(64, 32, 8, 1),
+    ("tangent", 128): _T(32, 32, 8, 1),
+}
+TRITON_TANGENT_AMD = TRITON_TANGENT | {
+    ("tangent", 64): _T(64, 32, 8, 1),
+    ("tangent", 128): _T(32, 32, 8, 1),
+    ("tangent", 512): _T(16, 16, 4, 1),
+}
+TRITON_TANGENT_FP32 = _triton_rows(
+    tangent=(_T(32, 32, 8, 1), _T(32, 16, 8, 1), _T(16, 16, 8, 1)),
+    second_dkdv=(_T(16, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
+    second_dq=(_T(32, 16, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
+    second_dbias=(_T(16, 16, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
+)
+TANGENT_KERNELS = ("tangent", "second_dkdv", "second_dq", "second_dbias")
 # By itemsize: those of 8-bit pages, of 16-bit numbers, of fp32. fp32 of 512 columns needs 129 kB in
 # dkdv, and spills on AMD throughout; 8-bit pages have no tiles yet.
 TRITON_COLUMNS = {1: 256, 2: 512, 4: 256}
@@ -409,7 +447,9 @@ def _decode_table(kind: str, key: tuple[int, int], use: TritonUse) -> str:
 
 
 def triton_table(kernel: str, use: TritonUse) -> str:
-    """The name of the table with the rows of forward, dkdv, dq or dbias."""
+    """The name of the table with the rows of forward, dkdv, dq or dbias, or of TANGENT_KERNELS."""
+    if kernel in TANGENT_KERNELS:
+        return _tangent_table(use)
     if use.dim > _DIMS[-1]:
         return "TRITON_WIDE" if use.capability else "TRITON_WIDE_AMD"
     if use.itemsize == 4:
@@ -422,6 +462,16 @@ def triton_table(kernel: str, use: TritonUse) -> str:
     if use.capability[0] in (9, 10):
         return "TRITON_SM90_MASK" if use.has_mask else "TRITON_SM90"
     return "TRITON_SM120" if use.capability[0] == 12 else "TRITON_SM80"
+
+
+def _tangent_table(use: TritonUse) -> str:
+    if use.itemsize == 4:
+        return "TRITON_TANGENT_FP32"
+    if use.capability is None:
+        return "TRITON_TANGENT_AMD"
+    if use.modified:
+        return "TRITON_TANGENT_MODIFIED"
+    return "TRITON_TANGENT_SM90" if use.capability[0] in (9, 10) else "TRITON_TANGENT"
 
 
 class HopperConfig(NamedTuple):

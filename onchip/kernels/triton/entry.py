@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from onchip.core.backend import Backend, Grads, KeySplits, Result
+from onchip.core.backend import Backend, Grads, KeySplits, Result, Tangents, lacks
 from onchip.core.device import MIN_CAPABILITY, DeviceInfo
 from onchip.core.problem import Problem, Tensors
 from onchip.cost.hardware import Hardware
@@ -23,6 +23,11 @@ OPTIONS = {
     *("softcap", "has_alibi", "has_bias", "has_sinks"),
     *("dropout_p", "has_positions", "first_head", "wide_grads"),
     *("page_size", "page_dtype", "has_tree_mask"),
+}
+
+TANGENT_OPTIONS = {
+    *("causal", "window_size", "packed", "has_mask", "deterministic"),
+    *("softcap", "has_alibi", "has_bias", "has_sinks"),
 }
 
 
@@ -71,6 +76,15 @@ class TritonBackend(Backend):
 
         with on_device(x.q):
             return backward(problem, x, out, lse, dout, dlse)
+
+    def supports_tangents(self, problem: Problem, device: DeviceInfo) -> str | None:
+        return lacks(problem, TANGENT_OPTIONS)
+
+    def tangents(self, problem: Problem, x: Tensors, dx: Tangents) -> tuple[Tensor, Tensor]:
+        from onchip.kernels.triton.tangent import tangents
+
+        with on_device(x.q):
+            return tangents(problem, x, dx)
 
     def describe_launch(self, problem: Problem, hardware: Hardware) -> str | None:
         """None where the keys are split, which has lines of its own."""
