@@ -86,6 +86,14 @@ class TritonBackend(Backend):
         with on_device(x.q):
             return tangents(problem, x, dx)
 
+    def tangent_gradients(
+        self, problem: Problem, x: Tensors, dx: Tangents, dout: Tensor, dlse: Tensor | None
+    ) -> Grads:
+        from onchip.kernels.triton.second import tangent_gradients
+
+        with on_device(x.q):
+            return tangent_gradients(problem, x, dx, dout, dlse)
+
     def describe_launch(self, problem: Problem, hardware: Hardware) -> str | None:
         """None where the keys are split, which has lines of its own."""
         if find_spec("triton") is None:
