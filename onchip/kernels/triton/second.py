@@ -8,10 +8,10 @@
                dL/d(ds) = p g      dL/ds = p (r g + h - phi)               dv += (p r)^T dout
                dq += dL/ds k + dL/d(ds) t_k         dk += (dL/ds)^T q + (dL/d(ds))^T t_q
 
-t_ marks tangents, ds is that of the scores, and L = dout . t_out + dlse . t_lse. The formulas are
-derived in docs/fold.md ("Second derivatives"); the loops are those of backward.py, with the tiles
-of tangents beside those of their inputs. Nothing is saved, and as there, no atomics: results are
-bitwise reproducible.
+t_ marks tangents, ds is that of the scores, and L = dout . t_out + dlse . t_lse. docs/fold.md
+("Second derivatives") derives the formulas. The loops are the loops of backward.py, in which each
+tile of q, k and v comes with the tile of its tangent. Nothing is saved. There are no atomics, so
+results are bitwise reproducible.
 
 Worked shape: batch 1, one head, 300 tokens, tiles of 128, causal. Three programs of each kernel;
 the program of keys 0 to 127 visits queries 0 to 127 masked, then all others: eight products a tile,
@@ -409,8 +409,8 @@ def value_tangent(a, b):
 
 @triton.jit
 def second_gradients(p, ds, dp, h, t_lse, delta, phi):
-    """(p r, dL/ds, dL/d(ds)) of a tile. ds and h are None for zero; ds of a hidden key, whose p is
-    0, may have any value.
+    """(p r, dL/ds, dL/d(ds)) of a tile. ds and h are None for zero. Where p = 0, ds may have any
+    value.
     """
     if ds is None:
         ds = tl.zeros_like(p)

@@ -357,7 +357,7 @@ def _launch(
 
 def _multiplies_late(use: TritonUse, config: TritonConfig) -> bool:
     """Whether the tangent of q k^T is computed after p v, which takes fewer registers if products
-    read their operands from shared memory, as those of warpgroups do. Elsewhere k would stay in
+    read their operands from shared memory, as warpgroup products do. Elsewhere k would stay in
     registers until then. ptxas, 2026-11-19, Triton 3.9, head_dim 128: 9 spills in the loop of sm_90
     instead of 26, but 1,556 in that of sm_80 instead of none.
     """

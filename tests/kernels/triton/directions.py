@@ -14,6 +14,7 @@ from onchip.core.backend import Backend, Tangents
 from onchip.core.dispatch import get_backend
 from onchip.core.functional import prepare_attention
 from onchip.core.problem import Options, Problem, Tensors
+from tests.interpreted import DEVICE
 
 GQA = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "head_dim_v": 24}
 MQA = {"num_heads": 3, "num_kv_heads": 1, "head_dim": 40, "head_dim_v": 16}
@@ -72,29 +73,35 @@ class Call(NamedTuple):
         """All tensors are numbers of `dtype`."""
         options, more, longest = dict(options), {}, ()
         if isinstance(lengths[0], list):
-            q, k, v, *offsets = ot.make_packed(*lengths, dtype=dtype, **sizes)
+            tensors = ot.make_packed(*lengths, dtype=dtype, device=DEVICE, **sizes)
+            q, k, v, *offsets = tensors
             more = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True))
             longest = tuple(map(max, lengths))
         else:
-            q, k, v = ot.make_qkv(batch, *lengths, dtype=dtype, **sizes)
+            q, k, v = ot.make_qkv(batch, *lengths, dtype=dtype, device=DEVICE, **sizes)
         for i, learned in enumerate(LEARNED):
             if learned in options:
-                more[learned] = draw(options.pop(learned), i).to(torch.float32)
+                more[learned] = draw(options.pop(learned), i).to(DEVICE, torch.float32)
         mask = options.pop("mask", None)
         scale = options.pop("softmax_scale", None)
         options = Options(**options, softmax_scale=scale)
         prepared, x = prepare_attention(Tensors(q, k, v, **more), options, longest, mask=mask)
         x = torch_op._build_mask(x)
         named = {n: getattr(x, n) for n in Tangents._fields}
-        dx = {n: draw(t.shape, 7).to(t.dtype) for n, t in named.items() if t is not None}
+        dx = {n: draw(t.shape, 7).to(t) for n, t in named.items() if t is not None}
         *entries, seqlen, heads, _ = q.shape
-        dout = draw((*entries, seqlen, heads, v.shape[-1]), 8).to(dtype)
-        dlse = draw((*entries, heads, seqlen), 9).float()
+        dout = draw((*entries, seqlen, heads, v.shape[-1]), 8).to(q)
+        dlse = draw((*entries, heads, seqlen), 9).to(DEVICE, torch.float32)
         return cls(prepared.problem, x, Tangents(**dx), dout, dlse)
 
     @property
     def in_fp64(self) -> "Call":
-        wide = lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t
+        """The same call on the CPU."""
+
+        def wide(t):
+            t = None if t is None else t.to("cpu")
+            return t.double() if isinstance(t, Tensor) and t.is_floating_point() else t
+
         problem = self.problem._replace(dtype=torch.float64, out_dtype=torch.float64)
         x, dx = self.x._make(map(wide, self.x)), self.dx._make(map(wide, self.dx))
         return Call(problem, x, dx, wide(self.dout), wide(self.dlse))
@@ -112,7 +119,7 @@ def assert_near(got, expected, tolerance: float) -> None:
     for a, b in zip(got, expected, strict=True):
         assert a.shape == b.shape
         largest = b.abs().max().item() if b.numel() else 0.0
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance * max(largest, 1e-3))
+        torch.testing.assert_close(a.double().cpu(), b, rtol=0, atol=tolerance * max(largest, 1e-3))
 
 
 def tiled() -> Backend:

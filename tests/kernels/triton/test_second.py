@@ -15,7 +15,7 @@ from onchip.core.device import DeviceInfo
 from onchip.core.dispatch import find_second_order, get_backend
 from onchip.core.problem import Problem
 from onchip.kernels.tiles import TritonConfig
-from tests.interpreted import INTERPRETED, interpreted, mark_slow_except
+from tests.interpreted import INTERPRETED, interpreted, interpreted_or_gpu, mark_slow_except
 from tests.kernels.triton.directions import CASES, GQA, Call, assert_near, draw, tiled
 
 pytest.importorskip("triton")
@@ -35,14 +35,14 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(launch, "triton_config", config)
 
 
-@interpreted
+@interpreted_or_gpu
 @pytest.mark.parametrize("name", mark_slow_except((2, 8, 11, 14), CASES))
 def test_gradients_of_tangents_equal_those_in_fp64(name):
     call = Call.of(name)
     assert_near(call.gradients(TRITON), call.in_fp64.gradients(tiled()), FP32_ERROR)
 
 
-@interpreted
+@interpreted_or_gpu
 @pytest.mark.parametrize("dtype", mark_slow_except((0,), (BF16, FP16)))
 def test_gradients_of_16_bits(dtype):
     """Every product has a factor that is rounded once."""

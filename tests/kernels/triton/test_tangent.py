@@ -17,7 +17,7 @@ from onchip.core.problem import Problem, UnsupportedError
 from onchip.kernels.cpu import tangent as cpu_tangent
 from onchip.kernels.tiles import TritonConfig
 from onchip.kernels.triton.entry import TANGENT_OPTIONS
-from tests.interpreted import INTERPRETED, interpreted, mark_slow_except
+from tests.interpreted import INTERPRETED, interpreted, interpreted_or_gpu, mark_slow_except
 from tests.kernels.triton.directions import CASES, GQA, MOD, Call, assert_near, draw, tiled
 
 pytest.importorskip("triton")
@@ -37,14 +37,14 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(launch, "triton_config", config)
 
 
-@interpreted
+@interpreted_or_gpu
 @pytest.mark.parametrize("name", mark_slow_except((1, 2, 5, 8, 11, 13, 14), CASES))
 def test_tangents_equal_those_in_fp64(name):
     call = Call.of(name)
     assert_near(call.tangents(TRITON), call.in_fp64.tangents(tiled()), FP32_ERROR)
 
 
-@interpreted
+@interpreted_or_gpu
 @pytest.mark.parametrize("dtype", mark_slow_except((0,), (BF16, FP16)))
 def test_tangents_of_16_bits(dtype):
     """t_lse is not rounded; of t_out, p and p ds are, once each."""
