@@ -185,8 +185,10 @@ TRITON_WIDE_AMD = {
 }
 # Tangents and second derivatives: two accumulators of tile_m rows (of tile_n in second_dkdv), and
 # each tile of keys with its tangent. By ptxas and LLVM reports (2026-11-19, Triton 3.9, sm_80,
-# sm_90, gfx942), not timed; spills are counted in the loop over unmasked tiles. These rows spill
-# nothing in the tangents of causal calls of 64, 128 and 256 columns.
+# sm_90, gfx942), not timed; spills are counted in the loop over unmasked tiles. In causal calls of
+# 64, 128 and 256 columns on sm_80 the tangents spill nothing, of 512 columns 91 of 891 instructions
+# (16 keys a tile: 250 of 1,219), and second_dq 57 of 668. second_dkdv spills nothing with 256 and
+# 512. Few rows of second_dbias were compiled.
 TRITON_TANGENT = {
     **_triton_rows(
         tangent=(_T(128, 32, 8, 2), _T(64, 32, 8, 2), _T(32, 16, 8, 1)),
@@ -194,7 +196,7 @@ TRITON_TANGENT = {
         second_dq=(_T(64, 32, 8, 1), _T(64, 16, 8, 1), _T(16, 16, 8, 1)),
         second_dbias=(_T(32, 32, 8, 1), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
     ),
-    ("tangent", 512): _T(16, 16, 4, 1),
+    ("tangent", 512): _T(16, 32, 8, 1),
     ("second_dkdv", 512): _T(16, 16, 8, 1),
     ("second_dq", 512): _T(16, 16, 8, 1),
     ("second_dbias", 512): _T(16, 16, 8, 1),
@@ -212,14 +214,22 @@ TRITON_TANGENT_SM90 = TRITON_TANGENT | {
     ("second_dq", 128): _T(64, 32, 8, 2),
 }
 # softcap, ALiBi and bias, with their tangents: all of them and a mask spill 22 of 1,309 in the
-# tangents of 64 columns, none of 128.
+# tangents of 64 columns, none of 128 and 256.
 TRITON_TANGENT_MODIFIED = TRITON_TANGENT | {
     ("tangent", 64): _T(64, 32, 4, 2),
     ("tangent", 128): _T(32, 32, 8, 1),
+    ("tangent", 256): _T(16, 16, 8, 1),
+    ("tangent", 512): _T(16, 16, 4, 1),
+    ("second_dkdv", 256): _T(16, 16, 8, 1),
 }
+# 512: the second derivatives spill 175 (dkdv) and 149 registers (dq), with 8 warps 398 in dkdv.
 TRITON_TANGENT_AMD = TRITON_TANGENT | {
     ("tangent", 64): _T(64, 32, 4, 1),
     ("tangent", 128): _T(64, 32, 8, 1),
+    ("tangent", 512): _T(16, 16, 4, 1),
+    ("second_dkdv", 512): _T(16, 16, 4, 1),
+    ("second_dq", 512): _T(16, 16, 4, 1),
+    ("second_dbias", 512): _T(16, 16, 4, 1),
 }
 # With softcap, ALiBi and bias the rows above spill 49 registers in the tangents of 64 columns.
 TRITON_TANGENT_AMD_MODIFIED = TRITON_TANGENT_AMD | {
@@ -227,8 +237,10 @@ TRITON_TANGENT_AMD_MODIFIED = TRITON_TANGENT_AMD | {
     ("tangent", 128): _T(32, 16, 8, 1),
     ("tangent", 256): _T(16, 16, 8, 1),
 }
+# fp32 in causal calls on sm_80: nothing with 64 and 128 columns, with 256 120 of 2,906 instructions
+# in second_dkdv. All score options and a mask: 249 of 2,679 in the tangents of 64 columns.
 TRITON_TANGENT_FP32 = _triton_rows(
-    tangent=(_T(32, 32, 8, 1), _T(32, 16, 8, 1), _T(16, 16, 8, 1)),
+    tangent=(_T(32, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
     second_dkdv=(_T(16, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
     second_dq=(_T(32, 16, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
     second_dbias=(_T(16, 16, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),

@@ -29,6 +29,7 @@ TANGENT_OPTIONS = {
     *("causal", "window_size", "packed", "has_mask", "deterministic"),
     *("softcap", "has_alibi", "has_bias", "has_sinks"),
 }
+MIN_SHARED_WIDE = 131_072  # second_dkdv: eight tiles of 16 rows of 1,024 bytes
 
 
 class TritonBackend(Backend):
@@ -78,6 +79,11 @@ class TritonBackend(Backend):
             return backward(problem, x, out, lse, dout, dlse)
 
     def supports_tangents(self, problem: Problem, device: DeviceInfo) -> str | None:
+        is_wide = problem.widest * problem.dtype.itemsize > 512
+        if is_wide and device.capability and device.shared_bytes < MIN_SHARED_WIDE:
+            dims = f"{problem.head_dim} and {problem.head_dim_v}"
+            size = f"{device.shared_bytes // 1024} kB of shared memory"
+            return f"has no tangents of head dims {dims} with {size}"
         return lacks(problem, TANGENT_OPTIONS)
 
     def tangents(self, problem: Problem, x: Tensors, dx: Tangents) -> tuple[Tensor, Tensor]:

@@ -230,5 +230,9 @@ def test_calls_on_a_gpu_are_served_or_refused_by_name():
     for sentence, options in refused.items():
         with pytest.raises(UnsupportedError, match=f"triton .*{sentence}"):
             find_tangents(problem._replace(**options), device)
+    wide = problem._replace(head_dim=320, head_dim_v=320)
+    assert find_tangents(wide, device) is TRITON
+    with pytest.raises(UnsupportedError, match="no tangents of head dims 320 and 320 with 99 kB"):
+        find_tangents(wide, DeviceInfo("cuda", "L4", (8, 9)))
     with pytest.raises(UnsupportedError, match="triton float64 is served on the CPU"):
         find_tangents(problem._replace(dtype=torch.float64, out_dtype=torch.float64), device)
