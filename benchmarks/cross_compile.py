@@ -24,12 +24,15 @@ from triton.runtime.jit import JITFunction
 import onchip.testing as ot
 from onchip import masks
 from onchip.core import paged
+from onchip.core.backend import Tangents
 from onchip.core.device import DeviceInfo
-from onchip.core.problem import Options, Tensors
+from onchip.core.problem import Options, Problem, Tensors
 from onchip.core.validation import describe
 from onchip.cost.hardware import H200
 from onchip.kernels.triton.backward import backward
 from onchip.kernels.triton.forward import forward
+from onchip.kernels.triton.second import tangent_gradients
+from onchip.kernels.triton.tangent import tangents
 from onchip.quant.kv8 import quantise
 
 ARCHITECTURES = (
@@ -113,6 +116,23 @@ def attend(dtype: torch.dtype, sizes: dict, options: dict, with_backward: bool =
     """One call of the portable attention kernels. Of `options`, lengths, page_size, form (the dtype
     of 8-bit pages), packed, mask, sinks, alibi and bias shape the tensors.
     """
+    problem, x = _make_call(dtype, sizes, options)
+    out, lse, _ = forward(problem, x)
+    if with_backward:
+        backward(problem, x, out, lse, out, None)
+
+
+def differentiate(dtype: torch.dtype, sizes: dict, options: dict) -> None:
+    """The tangents of one call in the direction of all its inputs, and the gradients of these
+    tangents. Options as in `attend`.
+    """
+    problem, x = _make_call(dtype, sizes, options)
+    dx = Tangents(x.q, x.k, x.v, x.alibi_slopes, x.bias, x.sinks)
+    dout, dlse = tangents(problem, x, dx)
+    tangent_gradients(problem, x, dx, dout, dlse)
+
+
+def _make_call(dtype: torch.dtype, sizes: dict, options: dict) -> tuple[Problem, Tensors]:
     options = dict(options)
     lengths = options.pop("lengths", (160, 200))
     page_size, form = options.pop("page_size", 0), options.pop("form", None)
@@ -123,12 +143,8 @@ def attend(dtype: torch.dtype, sizes: dict, options: dict, with_backward: bool =
     x = Tensors(q, k, v, **extras)
     if page_size:
         x = _in_pages(x, page_size, form)
-        problem = paged.describe(x, Options(**scalars))
-    else:
-        problem = describe(x, Options(**scalars), max_seqlens)
-    out, lse, _ = forward(problem, x)
-    if with_backward:
-        backward(problem, x, out, lse, out, None)
+        return paged.describe(x, Options(**scalars)), x
+    return describe(x, Options(**scalars), max_seqlens), x
 
 
 def _in_pages(x: Tensors, page_size: int, form: torch.dtype | None) -> Tensors:

@@ -57,6 +57,14 @@ CALLS = {
     },  # masks have strips from 1,025 keys on
     "modified": {"alibi_slopes": True, "bias": True, "dropout_p": 0.2, "return_stats": True},
     "packed": {"packed": True, "causal": True},
+    "tangents": {"tangents": True, "causal": True, "sinks": True, "kernels": ("triton",)},
+    "tangents modified": {
+        "tangents": True,
+        "mask": True,
+        "alibi_slopes": True,
+        "bias": True,
+        "kernels": ("triton",),
+    },
     "widths": {"dims": WIDTHS, "causal": True},
     "widths deterministic": {"dims": WIDTHS, "deterministic": True},
     "widths packed": {"dims": WIDTHS, "packed": True, "softcap": 5.0},
@@ -116,10 +124,16 @@ def call(kernel: str, lengths: tuple[int, int], dims: tuple[int, int], options: 
     else:
         attend, tensors = onchip.attention, ot.make_qkv(2, *lengths, **shape)
         options |= extras(options, lengths, device)
+    has_tangents = options.pop("tangents", False)
+    if has_tangents:
+        torch.func.jvp(lambda *x: attend(*x, kernel=kernel, **options), tensors, tensors)
     leaves = [t.requires_grad_() for t in tensors]
     out, lse = attend(*leaves, kernel=kernel, return_lse=True, **options)[:2]
     finite_lse = lse.masked_fill(lse.isinf(), 0.0)
-    torch.autograd.grad(out.float().sum() + finite_lse.sum(), leaves)
+    loss = out.float().sum() + finite_lse.sum()
+    grads = torch.autograd.grad(loss, leaves, create_graph=has_tangents)
+    if has_tangents:
+        torch.autograd.grad([g.float().pow(2).sum() for g in grads], leaves)
     synchronize(torch.device(device))
 
 

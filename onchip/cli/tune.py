@@ -140,8 +140,8 @@ def knobs(
     """The rows to search; nothing chosen means everything. Rows for the gradient of a bias and for
     single queries in fp32 are left as they are, and the tables that serve paged calls alone
     (TRITON_CHUNK, TRITON_KV8, HOPPER_FORWARD_PAGED), unequal head dims (HOPPER_FORWARD_MLA), the
-    quantisation before a call (TRITON_ROTATE, TRITON_QUERIES, TRITON_TRANSPOSE) or products of few
-    rows (TRITON_PRODUCT).
+    quantisation before a call (TRITON_ROTATE, TRITON_QUERIES, TRITON_TRANSPOSE), products of few
+    rows (TRITON_PRODUCT) or tangents (TRITON_TANGENT and its variants).
     """
     knobs = [Knob(t, key) for t in tables(capability) for key in getattr(tiles, t.name)]
     known = [k for k in knobs if "dbias" not in k.parts and FP32_BYTES not in k.parts]

@@ -1,6 +1,7 @@
-"""The derivatives of attention: first order in reverse mode, and on the CPU also in forward mode
-and second order. Third derivatives, all other calls and unsupported transforms raise
-UnsupportedError here. Otherwise torch would return zeros, which look like a result.
+"""The derivatives of attention: first order in reverse mode, and of the backends with `tangents`
+(`tiled`, `triton`) also in forward mode and second order. Third derivatives, all other calls and
+unsupported transforms raise UnsupportedError here. Otherwise torch would return zeros, which look
+like a result.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,8 @@ from onchip.core.problem import UnsupportedError
 _NO_SECOND_ORDER = (
     "second derivatives of attention (create_graph=True, torch.func.hessian, hvp, a gradient of jvp"
     " or a jvp of a gradient) are not served for this call{}: attention and varlen_attention have"
-    " them on the CPU, without dropout, statistics, precision, precise_delta and DTensors"
+    " them on the CPU, and on GPUs by Triton, without dropout, statistics, precision, precise_delta"
+    " and DTensors"
 )
 _NO_THIRD_ORDER = (
     "third derivatives of attention are not served, nor a jvp of a jvp (jacfwd of jacfwd): take"
@@ -28,8 +30,8 @@ _NO_THIRD_ORDER = (
 _NO_FORWARD_MODE = (
     "forward-mode derivatives (torch.func.jvp, jacfwd and linearize, dual tensors of"
     " torch.autograd.forward_ad) are not served for this call{}: attention and varlen_attention"
-    " have them on the CPU, without dropout, statistics, precision and DTensors; use reverse mode,"
-    " such as torch.func.vjp or torch.autograd.grad"
+    " have them on the CPU, and on GPUs by Triton, without dropout, statistics, precision and"
+    " DTensors; use reverse mode, such as torch.func.vjp or torch.autograd.grad"
 )
 
 

@@ -183,6 +183,69 @@ TRITON_WIDE_AMD = {
     ("decode", 512): _T(32, 16, 8, 1),
     ("chunk", 512): _T(32, 16, 8, 1),
 }
+# Tangents and second derivatives: two accumulators of tile_m rows (of tile_n in second_dkdv), and
+# each tile of keys with its tangent. By ptxas and LLVM reports (2026-11-19, Triton 3.9, sm_80,
+# sm_90, gfx942), not timed; spills are counted in the loop over unmasked tiles. In causal calls of
+# 64, 128 and 256 columns on sm_80 the tangents spill nothing, of 512 columns 91 of 891 instructions
+# (16 keys a tile: 250 of 1,219), and second_dq 57 of 668. second_dkdv spills nothing with 256 and
+# 512. Few rows of second_dbias were compiled.
+TRITON_TANGENT = {
+    **_triton_rows(
+        tangent=(_T(128, 32, 8, 2), _T(64, 32, 8, 2), _T(32, 16, 8, 1)),
+        second_dkdv=(_T(32, 64, 8, 1), _T(16, 64, 8, 1), _T(16, 32, 8, 1)),
+        second_dq=(_T(64, 32, 8, 1), _T(64, 16, 8, 1), _T(16, 16, 8, 1)),
+        second_dbias=(_T(32, 32, 8, 1), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
+    ),
+    ("tangent", 512): _T(16, 32, 8, 1),
+    ("second_dkdv", 512): _T(16, 16, 8, 1),
+    ("second_dq", 512): _T(16, 16, 8, 1),
+    ("second_dbias", 512): _T(16, 16, 8, 1),
+}
+# Warpgroup products. tangent of 128: 9 spills of 932 instructions; 32 keys a tile spill nothing,
+# but then twice as many instructions rescale the accumulators. 256: tiles of 64 queries, for
+# warpgroup products, spill a tenth. second_dkdv of 64 and 128: 16 of 945 and 21 of 1,036.
+TRITON_TANGENT_SM90 = TRITON_TANGENT | {
+    ("tangent", 64): _T(128, 64, 8, 3),
+    ("tangent", 128): _T(128, 64, 8, 2),
+    ("tangent", 256): _T(32, 32, 8, 2),
+    ("second_dkdv", 64): _T(64, 64, 8, 2),
+    ("second_dkdv", 128): _T(32, 64, 8, 2),
+    ("second_dq", 64): _T(64, 64, 8, 2),
+    ("second_dq", 128): _T(64, 32, 8, 2),
+}
+# softcap, ALiBi and bias, with their tangents: all of them and a mask spill 22 of 1,309 in the
+# tangents of 64 columns, none of 128 and 256.
+TRITON_TANGENT_MODIFIED = TRITON_TANGENT | {
+    ("tangent", 64): _T(64, 32, 4, 2),
+    ("tangent", 128): _T(32, 32, 8, 1),
+    ("tangent", 256): _T(16, 16, 8, 1),
+    ("tangent", 512): _T(16, 16, 4, 1),
+    ("second_dkdv", 256): _T(16, 16, 8, 1),
+}
+# 512: the second derivatives spill 175 (dkdv) and 149 registers (dq), with 8 warps 398 in dkdv.
+TRITON_TANGENT_AMD = TRITON_TANGENT | {
+    ("tangent", 64): _T(64, 32, 4, 1),
+    ("tangent", 128): _T(64, 32, 8, 1),
+    ("tangent", 512): _T(16, 16, 4, 1),
+    ("second_dkdv", 512): _T(16, 16, 4, 1),
+    ("second_dq", 512): _T(16, 16, 4, 1),
+    ("second_dbias", 512): _T(16, 16, 4, 1),
+}
+# With softcap, ALiBi and bias the rows above spill 49 registers in the tangents of 64 columns.
+TRITON_TANGENT_AMD_MODIFIED = TRITON_TANGENT_AMD | {
+    ("tangent", 64): _T(32, 16, 8, 1),
+    ("tangent", 128): _T(32, 16, 8, 1),
+    ("tangent", 256): _T(16, 16, 8, 1),
+}
+# fp32 in causal calls on sm_80: nothing with 64 and 128 columns, with 256 120 of 2,906 instructions
+# in second_dkdv. All score options and a mask: 249 of 2,679 in the tangents of 64 columns.
+TRITON_TANGENT_FP32 = _triton_rows(
+    tangent=(_T(32, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
+    second_dkdv=(_T(16, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
+    second_dq=(_T(32, 16, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
+    second_dbias=(_T(16, 16, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
+)
+TANGENT_KERNELS = ("tangent", "second_dkdv", "second_dq", "second_dbias")
 # By itemsize: those of 8-bit pages, of 16-bit numbers, of fp32. fp32 of 512 columns needs 129 kB in
 # dkdv, and spills on AMD throughout; 8-bit pages have no tiles yet.
 TRITON_COLUMNS = {1: 256, 2: 512, 4: 256}
@@ -496,7 +559,9 @@ def _decode_table(kind: str, key: tuple[int, int], use: TritonUse) -> str:
 
 
 def triton_table(kernel: str, use: TritonUse) -> str:
-    """The name of the table with the rows of forward, dkdv, dq or dbias."""
+    """The name of the table with the rows of forward, dkdv, dq or dbias, or of TANGENT_KERNELS."""
+    if kernel in TANGENT_KERNELS:
+        return _tangent_table(use)
     if use.dim > _DIMS[-1]:
         return "TRITON_WIDE" if use.capability else "TRITON_WIDE_AMD"
     if use.itemsize == 4:
@@ -509,6 +574,16 @@ def triton_table(kernel: str, use: TritonUse) -> str:
     if use.capability[0] in (9, 10):
         return "TRITON_SM90_MASK" if use.has_mask else "TRITON_SM90"
     return "TRITON_SM120" if use.capability[0] == 12 else "TRITON_SM80"
+
+
+def _tangent_table(use: TritonUse) -> str:
+    if use.itemsize == 4:
+        return "TRITON_TANGENT_FP32"
+    if use.capability is None:
+        return "TRITON_TANGENT_AMD_MODIFIED" if use.modified else "TRITON_TANGENT_AMD"
+    if use.modified:
+        return "TRITON_TANGENT_MODIFIED"
+    return "TRITON_TANGENT_SM90" if use.capability[0] in (9, 10) else "TRITON_TANGENT"
 
 
 class HopperConfig(NamedTuple):

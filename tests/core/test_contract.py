@@ -239,8 +239,15 @@ FIELDS = {
     **dict.fromkeys(("alibi", "alibi_slopes"), "has_alibi"),
     "dropout_seed": "dropout_p",
 }
-# Tested below, and in tests/kernels/test_parts_of_calls.py.
-ELSEWHERE = {"deterministic", "reproducible", "has_positions", "first_head", "wide_grads"}
+# Tested below, in test_score_mod.py, and in tests/kernels/test_parts_of_calls.py.
+ELSEWHERE = {
+    "deterministic",
+    "reproducible",
+    "has_positions",
+    "first_head",
+    "wide_grads",
+    "score_mod",
+}
 
 
 @pytest.mark.parametrize("kernel", GRIDS)
@@ -487,14 +494,17 @@ def test_gradcheck_packed(kernel):
 @pytest.mark.parametrize("wanted", DIFFERENTIABLE)
 @pytest.mark.parametrize("through", ["out", "lse"])
 def test_one_gradient_through_one_output(kernel, wanted, through):
-    if kernel == "aten_cpu" and wanted == "bias":
-        pytest.skip("aten_cpu refuses bias")
+    if kernel == "aten_cpu" and wanted in ("bias", "captured"):
+        pytest.skip("aten_cpu refuses bias and score_mod")
     q, k, v = ot.make_qkv(1, 7, 5, dtype=torch.float64)
     tensors = {"q": q, "k": k, "v": v, "sinks": torch.ones(2).double()}
     if kernel != "aten_cpu":
-        tensors["bias"] = torch.ones(1, 2, 1, 5).double()
+        tensors |= {"bias": torch.ones(1, 2, 1, 5).double(), "captured": torch.ones(5).double()}
     leaf = tensors[wanted] = tensors[wanted].requires_grad_()
     results = []
+    captured = tensors.pop("captured", None)
+    if captured is not None:
+        tensors["score_mod"] = lambda score, b, h, q, k: score * captured[k]
     for f in (ot.oracle, lambda **x: onchip.attention(**x, return_lse=True, kernel=kernel)):
         out, lse = f(**tensors)[:2]
         # 0 * leaf: lse does not depend on v

@@ -98,13 +98,13 @@ def test_every_tensor_with_a_gradient_has_a_tangent():
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
 def test_forward_mode_refuses_a_new_option(name, home):
-    """Whatever `forward` of the backend declares."""
+    """Whatever `forward` of the backend declares. Of triton, `supports` refuses the devices."""
     wider = with_new_option()
     call = wider(*plain("tiled"), new_option=True)
     backend, device = get_backend(name), CPU if home == "cpu" else H200
     assert backend.supports_tangents(call, device) is not None
     served = backend.supports_tangents(wider(*plain("tiled")), device) is None
-    assert served == (name == "tiled" and home == "cpu")
+    assert served == (name == "triton" or (name == "tiled" and home == "cpu"))
 
 
 @pytest.mark.parametrize("name", BACKENDS)

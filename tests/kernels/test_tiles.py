@@ -228,6 +228,7 @@ def test_few_tiles_have_one_kernel(monkeypatch):
 
 
 WIDE = ("forward", "dkdv", "dq", "dbias", "decode", "short", "paged", "paged_full", "chunk")
+WIDE += tiles.TANGENT_KERNELS
 
 
 @pytest.mark.parametrize("kernel", WIDE)

@@ -20,7 +20,7 @@ p is recomputed as in backward.py; the forward loop is taught in examples/versio
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from onchip.core.problem import Problem
 from onchip.kernels.runtime.launcher import CachedLauncher
-from onchip.kernels.tiles import BIAS_PROGRAMS
+from onchip.kernels.tiles import BIAS_PROGRAMS, TritonConfig
 from onchip.kernels.triton.launch import LENGTHS, LaunchArgs, launch_options
 from onchip.kernels.triton.tile import (
     BLOCK,
@@ -154,6 +154,31 @@ def bias_gradient(problem: Problem, args: LaunchArgs, saved: tuple[Any, ...]) ->
     if not saved[0].numel() or not bias.numel():
         return bias.new_zeros(bias.shape, dtype=torch.float32)
     config = args.config("dbias")
+    split = split_sum(problem, bias, config)
+    parts = bias.new_empty(split.num_parts, *bias.shape, dtype=torch.float32)
+    _dbias_kernel[(split.num_programs,)](
+        *args.tensors, *args.rows, *saved, parts,
+        *args.strides, *args.row_strides, *args.scalars,
+        problem.batch, split.tiles_q, split.tiles_k, split.num_summed,
+        *args.dims, *split.per, TILE_M=config.tile_m, TILE_N=config.tile_n,
+        **launch_options(config),
+    )  # fmt: skip
+    return parts[0] if split.num_parts == 1 else parts.sum(0)
+
+
+class SumSplit(NamedTuple):
+    """How the sum over the tiles of scores of each tile of the bias is split into parts."""
+
+    tiles_q: int
+    tiles_k: int
+    per: tuple[bool, ...]  # in which of batch, heads and queries the bias does not broadcast
+    num_summed: int  # tiles of scores that a program sums
+    num_parts: int
+    num_programs: int
+
+
+def split_sum(problem: Problem, bias: Tensor, config: TritonConfig) -> SumSplit:
+    """The SumSplit of a bias that is not empty."""
     tiles_q = triton.cdiv(problem.seqlen_q, config.tile_m)
     tiles_k = triton.cdiv(problem.seqlen_k, config.tile_n)
     per = tuple(n > 1 for n in bias.shape[:3])
@@ -162,11 +187,4 @@ def bias_gradient(problem: Problem, args: LaunchArgs, saved: tuple[Any, ...]) ->
     summed = math.prod(sizes) // own
     num_summed = triton.cdiv(summed * own * tiles_k, max(own * tiles_k, BIAS_PROGRAMS))
     num_parts = triton.cdiv(summed, num_summed)
-    parts = bias.new_empty(num_parts, *bias.shape, dtype=torch.float32)
-    _dbias_kernel[(num_parts * own * tiles_k,)](
-        *args.tensors, *args.rows, *saved, parts,
-        *args.strides, *args.row_strides, *args.scalars,
-        problem.batch, tiles_q, tiles_k, num_summed,
-        *args.dims, *per, TILE_M=config.tile_m, TILE_N=config.tile_n, **launch_options(config),
-    )  # fmt: skip
-    return parts[0] if num_parts == 1 else parts.sum(0)
+    return SumSplit(tiles_q, tiles_k, per, num_summed, num_parts, num_parts * own * tiles_k)

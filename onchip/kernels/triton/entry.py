@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from onchip.core.backend import Backend, Grads, KeySplits, Result
+from onchip.core.backend import Backend, Grads, KeySplits, Result, Tangents, lacks
 from onchip.core.device import MIN_CAPABILITY, DeviceInfo
 from onchip.core.problem import Problem, Tensors
 from onchip.cost.hardware import Hardware
@@ -24,6 +24,12 @@ OPTIONS = {
     *("dropout_p", "has_positions", "first_head", "wide_grads"),
     *("page_size", "page_dtype", "has_tree_mask"),
 }
+
+TANGENT_OPTIONS = {
+    *("causal", "window_size", "packed", "has_mask", "deterministic"),
+    *("softcap", "has_alibi", "has_bias", "has_sinks"),
+}
+MIN_SHARED_WIDE = 131_072  # second_dkdv: eight tiles of 16 rows of 1,024 bytes
 
 
 class TritonBackend(Backend):
@@ -71,6 +77,28 @@ class TritonBackend(Backend):
 
         with on_device(x.q):
             return backward(problem, x, out, lse, dout, dlse)
+
+    def supports_tangents(self, problem: Problem, device: DeviceInfo) -> str | None:
+        is_wide = problem.widest * problem.dtype.itemsize > 512
+        if is_wide and device.capability and device.shared_bytes < MIN_SHARED_WIDE:
+            dims = f"{problem.head_dim} and {problem.head_dim_v}"
+            size = f"{device.shared_bytes // 1024} kB of shared memory"
+            return f"has no tangents of head dims {dims} with {size}"
+        return lacks(problem, TANGENT_OPTIONS)
+
+    def tangents(self, problem: Problem, x: Tensors, dx: Tangents) -> tuple[Tensor, Tensor]:
+        from onchip.kernels.triton.tangent import tangents
+
+        with on_device(x.q):
+            return tangents(problem, x, dx)
+
+    def tangent_gradients(
+        self, problem: Problem, x: Tensors, dx: Tangents, dout: Tensor, dlse: Tensor | None
+    ) -> Grads:
+        from onchip.kernels.triton.second import tangent_gradients
+
+        with on_device(x.q):
+            return tangent_gradients(problem, x, dx, dout, dlse)
 
     def describe_launch(self, problem: Problem, hardware: Hardware) -> str | None:
         """None where the keys are split, which has lines of its own."""

@@ -59,7 +59,7 @@ class LaunchArgs(NamedTuple):
             (q, k, v, cu_q, cu_k, slopes, bias, x.dropout_seed, x.positions_q, x.positions_k),
             rows,
             cols,
-            (*strides, *_slopes(slopes), *_bias(bias)),
+            (*strides, *score_strides(slopes, bias)),
             row_strides,
             col_strides,
             _scalars(problem, q, k),
@@ -121,6 +121,11 @@ def _aligned(strides: tuple[int, ...], itemsize: int) -> tuple[int, tuple[int, .
     if any(s % ALIGN for s in strides):
         return 1, strides
     return ALIGN, tuple(s // ALIGN for s in strides)
+
+
+def score_strides(slopes: Tensor | None, bias: Tensor | None) -> tuple[int, int, int, int]:
+    """(batch) of slopes and (batch, heads, seqlen_q) of bias, 0 where they broadcast."""
+    return (*_slopes(slopes), *_bias(bias))
 
 
 def _slopes(slopes: Tensor | None) -> tuple[int]:
