@@ -77,6 +77,8 @@ def make_raw_launch(
             raw_launch.args.append(None)
         elif arg is None or isinstance(arg, (int, float, str)):
             raw_launch.args.append(arg)
+        elif hasattr(arg, "cache_key"):  # a device function: a constant, which launchers skip
+            raw_launch.args.append(None)
         else:
             encoding = _encoding(next(maps, None), arg, launcher.dtypes)
             raw_launch.maps.append((len(raw_launch.args), *locate(arg.base), encoding))
