@@ -126,7 +126,7 @@ def dbias_kernel(
             rows = m0 + tl.arange(0, TILE_M)
             i, j = rows[:, None], keys[None, :]
             s = dot(q, tl.trans(k), None)
-            s, _ = apply_score_mods(score, s, at, i, j, LINEAR)
+            s, softcap_grad = apply_score_mods(score, s, at, i, j, LINEAR)
             s, by_score = modify_scores(captured, s, i, j, SCORE_MOD)
             inside = (rows < total_q)[:, None] & (keys < total_k)[None, :]
             seen = is_visible(at, band, lists, bits, i, j, n0, inside, TILE_N)

@@ -105,7 +105,7 @@ def dcaptured_kernel(
     summed_k, summed_q = num_tiles_k // tiles_k, num_tiles_q // tiles_q
     stop = batch // entries * (num_heads // heads) * summed_q * summed_k
     for c in range(part * num_summed, tl.minimum((part + 1) * num_summed, stop)):
-        tile_c, h, b, _ = _digits(c // summed_k, summed_q, num_heads // heads, batch)
+        tile_c, h, b, rest = _digits(c // summed_k, summed_q, num_heads // heads, batch)
         m0, n0 = (tile_q + tile_c) * TILE_M, (tile_k + c % summed_k) * TILE_N
         h, b = head + h, entry + b
         at = load_sequence(cu_q_ptr, cu_k_ptr, total_q, total_k, b)
@@ -135,7 +135,7 @@ def dcaptured_kernel(
             rows = m0 + tl.arange(0, TILE_M)
             i, j = rows[:, None], n0 + tl.arange(0, TILE_N)[None, :]
             s = dot(q, tl.trans(k), None)
-            s, _ = apply_score_mods(score, s, at, i, j, LINEAR)
+            s, softcap_grad = apply_score_mods(score, s, at, i, j, LINEAR)
             s, derivative, position = SCORE_MOD(
                 s * LN2, b, first_head + h, i, j, captured_ptr, captured_ints_ptr, sizes
             )

@@ -14,7 +14,7 @@ def index_names(expression: Expression, load: int) -> IndexNames | None:
     constants; else None.
     """
     operations = [expression.operations[a] for a in expression.operations[load].args]
-    names = tuple(o.name if o.value is None else int(o.value) for o in operations)
+    names = tuple(int(o.value or 0) if o.name == "const" else o.name for o in operations)
     inputs = [name for name in names if isinstance(name, str)]
     is_plain = all(name in ("b", "h", "q", "k") for name in inputs)
     return names if is_plain and len(set(inputs)) == len(inputs) else None

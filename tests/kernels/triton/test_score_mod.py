@@ -184,7 +184,7 @@ def keys_and_queries(of_keys, of_queries):
 
 
 def transposed(bias, scale):
-    return lambda s, b, h, q, k: s + bias[k, b, q, -1] * scale[()]
+    return lambda s, b, h, q, k: s + bias[k, b, q, -1] * scale
 
 
 def relative(table, buckets):
@@ -341,40 +341,41 @@ def test_gradients_of_captured_tensors(name):
 
 
 PACKED = [
-    ([63, 1, 0, 40], [63, 1, 0, 40], {"causal": True}),
-    ([5, 30, 1], [63, 50, 0], {"window_size": (16, 2)}),
+    ([63, 1, 0, 40], [63, 1, 7, 40], {"causal": True}),
+    ([5, 30, 1, 7], [63, 50, 0, 3], {"window_size": (16, 2), "softcap": 5.0}),
 ]
+
+
+def _varlen(packed, captured, kernel: str, dtype, **options) -> list[Tensor]:
+    """out and all gradients of a packed call whose score_mod reads its tensors by every index."""
+    device = "cpu" if kernel == "tiled" else DEVICE
+    qkv = [x.to(device, dtype).requires_grad_() for x in packed[:3]]
+    leaves = [t.detach().to(device, dtype).requires_grad_() for t in captured]
+    of_keys, of_queries, weight, table = leaves
+
+    def function(s, b, h, q, k):
+        s = s * torch.exp(of_queries[q] / 4) + of_keys[k]
+        return s + weight[b, h] * (q % 3) + table[torch.clamp(q - k, -9, 9) + 9]
+
+    moved = lambda x: x.to(device) if isinstance(x, Tensor) else x
+    options |= {name: moved(x) for name, x in packed.options.items()}
+    out = onchip.varlen_attention(*qkv, kernel=kernel, score_mod=function, **options)
+    dout = torch.linspace(-1, 2, out.numel()).view(out.shape).to(out)
+    grads = torch.autograd.grad(out, (*qkv, *leaves), dout)
+    return [x.detach().cpu().double() for x in (out, *grads)]
 
 
 @interpreted_or_gpu
 @pytest.mark.parametrize("case", mark_slow_except((1,), PACKED))
 def test_packed_sequences_have_indices_of_their_own(case):
+    """Also sequences without queries or without keys."""
     seqlens_q, seqlens_k, options = case
     packed = ot.make_packed(seqlens_q, seqlens_k, dtype=FP32, **GQA)
-    q, k, v = (x.to(DEVICE) for x in packed[:3])
-    options |= {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in packed.options.items()}
-    of_keys, of_queries, weight = _draw(64), _draw(64), _draw(4, 2)
-    function = lambda s, b, h, q, k: s * torch.exp(of_queries[q] / 4) + of_keys[k] + weight[b, h]
-    attention = lambda *qkv, **o: onchip.varlen_attention(
-        *qkv, kernel="triton", return_lse=True, **o
-    )
-    ot.assert_accurate(attention, q, k, v, grad=True, score_mod=function, **options)
-    grads = []
-    for kernel, dtype in (("triton", FP32), ("tiled", torch.float64)):
-        leaves = [t.detach().to(dtype).requires_grad_() for t in (of_keys, of_queries, weight)]
-        a, c, w = leaves
-        function = lambda s, b, h, q, k: s * torch.exp(c[q] / 4) + a[k] + w[b, h] * q  # noqa: B023
-        qkv = [x.to(dtype) for x in (q, k, v)]
-        if kernel == "tiled":
-            qkv = [x.cpu() for x in qkv]
-            leaves = a, c, w = [t.detach().cpu().requires_grad_() for t in leaves]
-            options = {n: x.cpu() if isinstance(x, Tensor) else x for n, x in options.items()}
-        out = onchip.varlen_attention(*qkv, kernel=kernel, score_mod=function, **options)
-        dout = torch.linspace(-1, 2, out.numel()).view(out.shape).to(out)
-        grads.append(torch.autograd.grad(out, leaves, dout))
-    for x, y in zip(*grads, strict=True):
-        y = y.double()
-        torch.testing.assert_close(x.cpu().double(), y, rtol=2e-5, atol=1e-5 * y.abs().max().item())
+    captured = _draw(64), _draw(64), _draw(4, 2), _draw(19)
+    got = _varlen(packed, captured, "triton", FP32, **options)
+    expected = _varlen(packed, captured, "tiled", torch.float64, **options)
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-5, atol=1e-5 * y.abs().max().item())
 
 
 @interpreted
@@ -432,6 +433,7 @@ def test_the_order_of_a_gradient_by_its_indices():
         "plain": lambda s, b, h, q, k: s + t[h, 3],
         "twice": lambda s, b, h, q, k: s + t[q, q],
         "computed": lambda s, b, h, q, k: s + t[h, q + 1],
+        "by a tensor": lambda s, b, h, q, k: s + t[NUMBERS[q], h],
         "without a gradient": lambda s, b, h, q, k: torch.where(t[q - k, h] > 0, s, 0.0),
     }
     got = {name: indices.has_any_order(trace(f).text) for name, f in orders.items()}
@@ -439,6 +441,7 @@ def test_the_order_of_a_gradient_by_its_indices():
         "plain": False,
         "twice": True,
         "computed": True,
+        "by a tensor": True,
         "without a gradient": False,
     }
 
