@@ -64,7 +64,7 @@ def load_function(text: str, load: int) -> Any:
     """
     first = first_derivatives(text)
     derivative = dict(zip(first.loads, first.by_load, strict=True))[load]
-    outputs = [_tile(first.result), _value(derivative), f"p{load}"]
+    outputs = [_tile(first.result), _value(derivative), f"p{load} + i{load}"]
     return _compile(_Source(first.expression, (first.result, derivative, load)).write(outputs))
 
 
@@ -155,37 +155,45 @@ class _Source:
         return f"tl.full([], {value!r}, tl.{dtype})"
 
     def _load(self, number: int) -> list[str]:
-        """pN is the element, vN its value."""
-        _, args, tensor = self.expression.operations[number]
-        captured, first = self.expression.captured, self._first_size(int(tensor or 0))
-        position = self._offset(int(tensor or 0))
+        """vN is the element pN + iN. The last index keeps its width, for fewer registers: pN often
+        is one number, and pointers of a tile are then that and 32 bits for each cell.
+        """
+        _, args, value = self.expression.operations[number]
+        tensor, first = int(value or 0), self._first_size(int(value or 0))
+        terms, last = self._offset(tensor), "tl.full([], 0, tl.int32)"
         for i, arg in enumerate(args):
-            size = f"sizes[{first + i}]"
             wrap = "clamp" if self.bounds[arg][0] >= 0 else "wrap"
-            index = f"{wrap}(v{arg}, {size})"
-            inner = "".join(f" * sizes[{first + n}]" for n in range(i + 1, len(args)))
-            position += f" + {index}.to(tl.int64){inner}"
-        kind = captured[int(tensor or 0)].kind
+            index = f"{wrap}(v{arg}, sizes[{first + i}])"
+            if i == len(args) - 1:
+                last = index
+            else:
+                strides = "".join(f" * sizes[{first + n}]" for n in range(i + 1, len(args)))
+                terms.append(f"{index}.to(tl.int64){strides}")
+        kind = self.expression.captured[tensor].kind
         self.bounds[number] = _ANY
         if kind == "i":
             self.wide.add(number)
         base = "floats" if kind == "f" else "integers"
-        value = {"f": "{}.to(tl.float32)", "i": "{}", "b": "{} != 0"}[kind]
-        load = value.format(f"tl.load({base} + p{number})")
-        return [f"p{number} = {position}", f"v{number} = {load}"]
+        load = f"tl.load({base} + p{number} + i{number})"
+        converted = {"f": f"{load}.to(tl.float32)", "i": load, "b": f"{load} != 0"}[kind]
+        return [
+            f"p{number} = {' + '.join(terms) or 'tl.full([], 0, tl.int64)'}",
+            f"i{number} = {last}",
+            f"v{number} = {converted}",
+        ]
 
     def _first_size(self, tensor: int) -> int:
         return sum(len(c.sizes) for c in self.expression.captured[:tensor])
 
-    def _offset(self, tensor: int) -> str:
-        """The elements of the tensors before this one in the same buffer."""
-        captured, terms = self.expression.captured, ["tl.full([], 0, tl.int64)"]
+    def _offset(self, tensor: int) -> list[str]:
+        """The elements of each tensor before this one in the same buffer."""
+        captured, terms = self.expression.captured, []
         for i in range(tensor):
             if (captured[i].kind == "f") == (captured[tensor].kind == "f"):
                 sizes = range(self._first_size(i), self._first_size(i + 1))
                 product = "".join(f" * sizes[{n}]" for n in sizes)
                 terms.append(f"tl.full([], 1, tl.int64){product}")
-        return " + ".join(terms)
+        return terms
 
     def _bound(self, number: int) -> None:
         """The least and the largest value of an integer, and from them its width."""

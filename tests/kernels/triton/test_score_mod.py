@@ -355,7 +355,7 @@ def _varlen(packed, captured, kernel: str, dtype, **options) -> list[Tensor]:
 
     def function(s, b, h, q, k):
         s = s * torch.exp(of_queries[q] / 4) + of_keys[k]
-        return s + weight[b, h] * (q % 3) + table[torch.clamp(q - k, -9, 9) + 9]
+        return s + weight[b, h] * (k % 3) + table[torch.clamp(q - k, -9, 9) + 9]
 
     moved = lambda x: x.to(device) if isinstance(x, Tensor) else x
     options |= {name: moved(x) for name, x in packed.options.items()}
