@@ -324,7 +324,7 @@ def _captured_gradients(case, kernel: str, dtype, **more) -> list[Tensor]:
     return [g.cpu().double() for g in torch.autograd.grad([out, lse], leaves, [dout, dlse])]
 
 
-LEARNED = [name for name, case in CASES.items() if any(t.is_floating_point() for t in case[1]())]
+LEARNED = [name for name in CASES if name not in ("softcap", "decay", "documents")]
 
 
 @interpreted_or_gpu
