@@ -328,7 +328,7 @@ LEARNED = [name for name in CASES if name not in ("softcap", "decay", "documents
 
 
 @interpreted_or_gpu
-@pytest.mark.parametrize("name", mark_slow_except((2, 4, 9), LEARNED))
+@pytest.mark.parametrize("name", mark_slow_except((2, 4), LEARNED))
 def test_gradients_of_captured_tensors(name):
     case = CASES[name]
     got, expected = (
@@ -392,7 +392,7 @@ def test_an_index_out_of_range_reads_no_other_memory():
 
 @interpreted_or_gpu
 def test_gradients_in_a_fixed_order_are_the_same_bits():
-    case = CASES["gate"]
+    case = CASES["statistics"]
     first, second = (_captured_gradients(case, "triton", FP32, deterministic=True) for _ in "ab")
     assert all(map(torch.equal, first, second))
 
