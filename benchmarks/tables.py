@@ -44,6 +44,7 @@ SUPPORT_ROWS = {
     "block mask": {"has_mask": True},
     "packed sequences": {"packed": True},
     "softcap": {"softcap": 30.0},
+    "score_mod": {"score_mod": "|score"},
     "ALiBi": {"has_alibi": True},
     "additive bias": {"has_bias": True},
     "sinks": {"has_sinks": True},

@@ -236,6 +236,8 @@ def _modify_scores(score_mod: Callable, s: Tensor, first: int) -> Tensor:
     """score_mod(score, b, h, q, k) of every score as torch itself evaluates it: one score a call,
     mapped over the four dimensions as FlexAttention does.
     """
+    if not s.numel():
+        return s
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     indices = [torch.arange(n, device=s.device) for n in s.shape]
@@ -311,8 +313,8 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Oracle:
     """Attention in fp64, differentiable in q, k, v, bias and sinks, through out and through lse.
 
     `s = softcap tanh(softmax_scale q.k / softcap) - slope |i + seqlen_k - seqlen_q - j| + bias`,
-    then score_mod, over the visible keys. A row without visible keys gives out 0, lse -inf (with a sink: the sink)
-    and zero gradients. Keys that no row sees must be finite here: 0 x NaN is NaN.
+    then score_mod, over the visible keys. A row without visible keys gives out 0, lse -inf (with a
+    sink: the sink) and zero gradients. Keys that no row sees must be finite here: 0 x NaN is NaN.
     mask: a bool tensor broadcastable to the scores, or anything `onchip.masks.as_mask` takes.
     For fp64 gradients the leaves must be fp64: autograd rounds a gradient to its leaf's dtype.
     """

@@ -21,7 +21,7 @@ PACKAGE = Path(onchip.__file__).parent
 # the files that kernels share but no other kernel.
 _CALL = {"core.state", "core.device", "core.problem", "core.backend", "masks"}
 _SHARED = {"kernels.tiles", "kernels.runtime", "kernels.strips", "kernels.unpack"}
-_KERNEL = {*_CALL, *_SHARED, "core.machine", "cost", "quant"}
+_KERNEL = {*_CALL, *_SHARED, "core.machine", "cost", "quant", "score_mods"}
 ALLOWED = {
     "core.state": set(),
     "core.machine": set(),
@@ -34,6 +34,7 @@ ALLOWED = {
     "core.torch_mode": set(),
     "masks": {"core.arguments", "core.extras"},
     "core.problem": {"masks"},
+    "score_mods": {"core.problem"},
     "core.validation": {"core.arguments", "core.problem", "core.torch_mode"},
     "core.values": {"core.arguments", "core.problem"},
     "core.call_cache": {"core.problem", "core.torch_mode"},
@@ -66,7 +67,7 @@ ALLOWED = {
         *("core.values", "masks", "quant"),
     },
     "core.dtensor": {"core.problem", "masks"},
-    "core.signatures": {"core.problem", "fold", "masks"},
+    "core.signatures": {"core.problem", "fold", "masks", "score_mods"},
     "core.torch_op": {
         *("core.backend", "core.call_cache", "core.derivatives", "core.device", "core.dispatch"),
         *("core.flops", "core.paged", "core.problem", "core.torch_mode", "core.validation"),
@@ -75,7 +76,7 @@ ALLOWED = {
     "core.functional": {
         *(*_CALL, "core.arguments", "core.call_cache", "core.dispatch", "core.paged"),
         *("core.signatures", "core.torch_mode", "core.torch_op", "core.validation"),
-        *("cost", "fold"),
+        *("cost", "fold", "score_mods"),
     },
     "core.explain": {
         *("core.arguments", "core.backend", "core.device", "core.dispatch", "core.functional"),
@@ -105,7 +106,7 @@ ALLOWED = {
     "integrations": {
         *("core.backend", "core.call_cache", "core.device", "core.functional", "core.problem"),
         *("core.signatures", "core.torch_mode", "core.torch_op", "core.validation", "core.values"),
-        *("kernels.cpu", "masks", "models"),
+        *("kernels.cpu", "masks", "models", "score_mods"),
     },
     "__init__": {
         "core.backend",
@@ -116,7 +117,7 @@ ALLOWED = {
         "core.validation",
         "core.values",
         *("cost", "engine", "fold", "integrations", "kvcache", "masks", "models", "nn", "parallel"),
-        *("quant", "testing"),
+        *("quant", "score_mods", "testing"),
     },
 }
 # Imports that are allowed inside functions only: the first call that runs a kernel loads it, and

@@ -39,7 +39,7 @@ def is_recorded(tensors: Sequence[Tensor | None]) -> bool:
         return True
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return True
-    return _runs_compiled_graph() and any(map(_has_tangent, tensors))
+    return _runs_compiled_graph() and any(map(has_tangent, tensors))
 
 
 def _runs_compiled_graph() -> bool:
@@ -51,7 +51,8 @@ def _runs_compiled_graph() -> bool:
     return proxies is None or TracingContext.try_get() is not None
 
 
-def _has_tangent(t: Tensor | None) -> bool:
+def has_tangent(t: Tensor | None) -> bool:
+    """Whether t is a dual tensor of torch.autograd.forward_ad."""
     unpack = torch._VF._unpack_dual  # pyright: ignore[reportAttributeAccessIssue]
     return t is not None and unpack(t, level=0)[1] is not None
 

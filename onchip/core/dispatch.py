@@ -134,27 +134,27 @@ def find_tangents(problem: Problem, device: DeviceInfo, kernel: str | None = Non
     """The backend that computes the tangents of a call: `kernel`, or the first that can. It may be
     another than that of the forward, as for a backward.
     """
-    found, reasons = _find_differentiable(problem, device, kernel, False)
-    if found is None:
+    backend, reasons = _find_differentiable(problem, device, kernel, needs_second_order=False)
+    if backend is None:
         raise no_forward_mode(reasons)
-    return found
+    return backend
 
 
 def find_second_order(problem: Problem, device: DeviceInfo, kernel: str | None = None) -> Backend:
     """The backend that computes the second derivatives of a call: `kernel`, or the first that
     can.
     """
-    found, reasons = _find_differentiable(problem, device, kernel, True)
-    if found is None:
+    backend, reasons = _find_differentiable(problem, device, kernel, needs_second_order=True)
+    if backend is None:
         raise no_second_order(reasons)
-    return found
+    return backend
 
 
 def _find_differentiable(
-    problem: Problem, device: DeviceInfo, kernel: str | None, second: bool
+    problem: Problem, device: DeviceInfo, kernel: str | None, *, needs_second_order: bool
 ) -> tuple[Backend | None, str]:
-    """The backend that computes tangents, and if `second` their gradients; else None and the
-    reasons.
+    """The backend that computes tangents, and their gradients if the call needs them; else None and
+    the reasons.
     """
     if kernel is not None:
         _check_registered("kernel", kernel)
@@ -164,7 +164,7 @@ def _find_differentiable(
         refusal = find_refusal(backend, problem, device) or backend.supports_tangents(
             problem, device
         )
-        if refusal is None and (backend.has_second_order or not second):
+        if refusal is None and (backend.has_second_order or not needs_second_order):
             return backend, ""
         if kernel is not None or backend.has_tangents:
             reasons.append(f"{name} {refusal or 'has no second derivatives'}")

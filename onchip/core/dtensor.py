@@ -92,8 +92,8 @@ def _check_placements(problem: Problem, x: Tensors) -> None:
         )
     if problem.score_mod is not None:
         raise UnsupportedError(
-            "score_mod is not served for DTensors: a rank does not know which of all heads and batch"
-            " entries are its own; use attention on to_local(), with indices of this rank"
+            "score_mod is not served for DTensors: a rank does not know which of all heads and"
+            " batch entries are its own; use attention on to_local(), with indices of this rank"
         )
     if isinstance(x.mask, DeferredRule | BlockMask):
         _check_mask(x.mask, shards)

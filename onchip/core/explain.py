@@ -37,7 +37,9 @@ from onchip.masks import BlockMask, as_mask
 from onchip.masks.blockmask import describe_blocks
 from onchip.masks.deferred import DeferredMask
 
-SCALARS = tuple(name for name in Options._fields if name != "sm_partition")  # which is internal
+# The options of a call that are fields of Options as they come. sm_partition is internal, and the
+# function given as score_mod becomes text.
+SCALARS = tuple(name for name in Options._fields if name not in ("sm_partition", "score_mod"))
 _OPTIONS = {*signature(attention).parameters, *signature(paged_attention).parameters, "plan"}
 # The tensors among the options of attention() and of paged_attention().
 TENSORS = tuple(n for n in signature(attention).parameters if n in Tensors._fields[3:])
@@ -224,10 +226,10 @@ def explain(
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     lengths = (max_seqlen_q, max_seqlen_k) if is_packed else ()
     scalars = _scalars(options, return_lse=return_lse)
+    apart = {name: options.pop(name, None) for name in ("mask", "score_mod", "dropout_seed")}
     foreign = [name for name in options if name not in TENSORS]
     if foreign:
         raise TypeError(f"attention() has no option {foreign[0]!r}")
-    apart = {name: options.pop(name, None) for name in ("mask", "dropout_seed")}
     x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     (problem, _), x = prepare_attention(x, scalars, lengths, **apart)
     parts = _dense_parts(problem, x)
@@ -249,7 +251,9 @@ def _describe_options(problem: Problem) -> str:
         texts.append(f"softmax_scale {problem.softmax_scale:g}")
     for name in problem.used_options:
         value = getattr(problem, name)
-        if name not in _NOT_LISTED:
+        if name == "score_mod":
+            texts.append(f"score_mod of {value.count(';') + 1} operations")
+        elif name not in _NOT_LISTED:
             texts.append(name.removeprefix("has_") if value is True else f"{name} {value}")
     return ", ".join(texts)
 

@@ -103,9 +103,9 @@ def attention(
     key gives out = 0 and lse = -inf (with a sink: lse = sink). Returns out[, lse][, stats]; lse:
     (batch, heads, seqlen_q), natural log.
 
-    score_mod: a function (score, b, h, q, k) as in FlexAttention, of scores and indices counted from
-    0, which may index tensors, or its `onchip.score_mods.trace`. It is traced in every call;
-    tensors that it indexes have gradients.
+    score_mod: a function (score, b, h, q, k) as in FlexAttention, of a score and indices from 0,
+    which may index tensors, or the `onchip.score_mods.trace` of one. A function is traced in every
+    call. Tensors that it indexes have gradients.
 
     mask: a Mask, BlockMask, FlexAttention BlockMask, mask_mod(b, h, q, k), bool tensor or bounds of
     `masks.spans`; a compiled graph builds masks from tensors when it runs. bias: (batch|1,
@@ -617,7 +617,8 @@ def prepare_attention(
     dropout_seed: int | Tensor | None = None,
 ) -> tuple[CachedCall, Tensors]:
     """Validate a dense or packed call; return it with its complete tensors. x holds all tensors but
-    those of the mask and score_mod, and the seed. max_seqlens: (max_seqlen_q, max_seqlen_k) of a packed call.
+    those of the mask and score_mod, and the seed. max_seqlens: (max_seqlen_q, max_seqlen_k) of a
+    packed call.
     """
     if torch.are_deterministic_algorithms_enabled():
         options = options._replace(deterministic=True)

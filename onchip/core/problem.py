@@ -54,8 +54,8 @@ class Tensors(NamedTuple):
     number of its sequence within the batch entry. positions_k, int32 (seqlen_k,), holds the
     position of each key. ALiBi and dropout use them; causal and window use the indices of the call.
 
-    captured and captured_ints, of one dimension, belong to calls with score_mod: the elements of the
-    floats, and of the integers and bools, that the function indexes (ScoreMod.flatten).
+    captured and captured_ints, of one dimension, belong to calls with score_mod: the elements of
+    the floats, and of the integers and bools, that the function indexes (ScoreMod.flatten).
 
     k_scales and v_scales, fp32 (num_pages, page_size, num_kv_heads), belong to pages of 8 bits: a
     key is its stored values times its scale.
@@ -112,8 +112,9 @@ class Options(NamedTuple):
        core/signatures.py, where each class names its functions.
     3. The kernels that compute it, forward and backward, and declare it in `Backend.options`. The
        CPU kernels read scores from kernels/cpu/scores.py. `tiled` has the chain rule in
-       `_backward_head_slice`, and in kernels/cpu/tangent.py, which declares its options apart;
-       `reference` differentiates the scores by autograd.
+       `_backward_head_slice`, for forward mode in kernels/cpu/tangent.py and for second derivatives
+       in second.py; tangent.py declares the options of both. `reference` differentiates the scores
+       by autograd.
     4. The score formula of docs/fold.md and the oracle in testing.py, with which tests compare.
     5. docs/options.md and docs/limits.md, a row of benchmarks.tables.SUPPORT_ROWS (then `python -m
        benchmarks.tables`), and the lists of options of the tests in tests/core (declared_options,

@@ -46,6 +46,7 @@ from onchip.core.derivatives import (
     check_tangents,
     check_unmapped,
     first_order,
+    has_tangent,
     is_recorded,
     no_second_order,
     refuse_forward_mode,
@@ -255,6 +256,8 @@ def _traced_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any)
     """The `backward` of _TracedAttention."""
     check_unmapped(dout, dlse)
     *inputs, out, lse, residual = ctx.saved_tensors
+    if residual is not None and any(map(has_tangent, inputs)):
+        raise no_second_order("precise_delta")  # the tangent kernel has an unrounded out of its own
     tensors, mask = inputs[:_NUM_TENSORS], inputs[_NUM_TENSORS:]
     if dout is None and dlse is None:
         return (None,) * (2 + _END + len(mask))
@@ -302,7 +305,7 @@ class _SavedCall(SingleLevel):
         return below(*args[:end], mask)
 
     @classmethod
-    def saved(cls, ctx: Any) -> tuple[Sequence, Sequence, Sequence]:
+    def unpack(cls, ctx: Any) -> tuple[Sequence, Sequence, Sequence]:
         """The leading tensors, the other tensors without the mask, and the arguments of a call.
         Raise if no kernel has second derivatives of the call.
         """
@@ -328,7 +331,7 @@ class _TracedGradients(_SavedCall):
     @staticmethod
     def backward(ctx, *u):
         check_unmapped(*u)
-        (dout, dlse, *_), x, args = _TracedGradients.saved(ctx)
+        (dout, dlse, *_), x, args = _TracedGradients.unpack(ctx)
         dx = _as_tangents(u, x)
         of_dout, of_dlse, _, _, *of_x = ctx.needs_input_grad[1:]
         _check_slopes(of_x[_SLOPES])
@@ -345,7 +348,7 @@ class _TracedGradients(_SavedCall):
         ddout, ddlse, _, _, *of_x = tangents[1:]
         dx = Tangents(*(of_x[i] for i in _WITH_TANGENTS))
         check_tangents((ddout, ddlse, *dx), (ddout, ddlse, *of_x))
-        (dout, dlse, *results), _, args = _TracedGradients.saved(ctx)
+        (dout, dlse, *results), _, args = _TracedGradients.unpack(ctx)
         terms = []
         if any(t is not None for t in dx):
             terms.append(_TANGENT_GRADIENTS(dout, dlse, *dx, *args))
@@ -363,7 +366,7 @@ class _TracedTangents(_SavedCall):
     @staticmethod
     def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
         check_unmapped(dout, dlse)
-        dx, x, args = _TracedTangents.saved(ctx)
+        dx, x, args = _TracedTangents.unpack(ctx)
         of_dx = ctx.needs_input_grad[1 : 1 + len(dx)]
         of_x = ctx.needs_input_grad[1 + len(dx) :]
         _check_slopes(of_x[_SLOPES] or of_dx[_WITH_TANGENTS.index(_SLOPES)])
@@ -388,7 +391,7 @@ class _TracedTangentGradients(_SavedCall):
     @staticmethod
     def backward(ctx, *u):
         check_unmapped(*u)
-        (dout, dlse, *dx), x, args = _TracedTangentGradients.saved(ctx)
+        (dout, dlse, *dx), x, args = _TracedTangentGradients.unpack(ctx)
         _check_slopes(ctx.needs_input_grad[3 + _WITH_TANGENTS.index(_SLOPES)])
         grads = _TANGENT_GRADIENTS(dout, dlse, *_as_tangents(u, x), *args)
         return (
@@ -886,7 +889,8 @@ def _attention_vmap(info, in_dims, *args):
         attend_entry = lambda *entry: _ATTENTION(*entry, precise_delta)
         return _map_entries(attend_entry, info, in_dims[:-1], *inputs)
     out, lse, stats = _ATTENTION(*_fold_arguments(size, in_dims, inputs), precise_delta)
-    out, lse = (t.unflatten(0, (size, -1)) for t in (out, lse))
+    batch = _batch_of_entry(inputs[0], in_dims[0])
+    out, lse = (t.unflatten(0, (size, batch)) for t in (out, lse))
     if not stats.numel():
         return (out, lse, stats), (0, 0, None)
     return (out, lse, stats.unflatten(1, (size, -1))), (0, 0, 1)
@@ -908,7 +912,8 @@ def _gradients_vmap(info, in_dims, *args):
         return _map_entries(_GRADIENTS, info, in_dims, *args)
     saved = [_fold(t, dim, size) for t, dim in zip(args[:n], in_dims, strict=False)]
     grads = _GRADIENTS(*saved, *_fold_arguments(size, in_dims[n:], args[n:]))
-    mapped = [t.unflatten(0, (size, -1)) for t in grads[:3]]
+    batch = _batch_of_entry(x.q, in_dims[n])
+    mapped = [t.unflatten(0, (size, batch)) for t in grads[:3]]
     return (*mapped, *grads[3:]), (*(0, 0, 0), *(None for _ in LEARNED))
 
 
@@ -949,7 +954,7 @@ def _fold_arguments(size: int, in_dims: Sequence, args: Sequence) -> list[Any]:
     if mapped - {"q", "k", "v", "bias", "alibi_slopes"} or any(t is not None for t in unmappable):
         raise UnsupportedError(_VMAP_SERVES)
     _check_no_seed(args)
-    batch = x.q.shape[1 if dims["q"] == 0 else 0]
+    batch = _batch_of_entry(x.q, dims["q"])
     folded = [*args]
     folded[:3] = (_fold(t, dim, size) for t, dim in zip(x[:3], in_dims, strict=False))
     for name, rank in (("bias", 4), ("alibi_slopes", 2)):
@@ -960,8 +965,8 @@ def _fold_arguments(size: int, in_dims: Sequence, args: Sequence) -> list[Any]:
 
 
 _VMAP_SERVES = (
-    "vmap serves dense calls mapped over q, k, v, bias, alibi_slopes, tensors of score_mod and tensors"
-    " as masks, without dropout"
+    "vmap serves dense calls mapped over q, k, v, bias, alibi_slopes, tensors of score_mod and"
+    " tensors as masks, without dropout"
 )
 
 
@@ -977,6 +982,11 @@ def _fold(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:
         return None
     t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
     return t.flatten(0, 1)
+
+
+def _batch_of_entry(q: Tensor, dim: int | None) -> int:
+    """The batch of each entry of a mapped dimension."""
+    return q.shape[1 if dim == 0 else 0]
 
 
 def _fold_shared(t: Tensor | None, dim: int | None, size: int, batch: int, rank: int) -> Any:

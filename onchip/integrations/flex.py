@@ -1,7 +1,6 @@
-"""FlexAttention's API: its BlockMask objects, and a flex_attention for calls with a mask and
-without score_mod.
-"""
+"""FlexAttention's API: its BlockMask objects, and a flex_attention."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from onchip.core.problem import UnsupportedError
 from onchip.core.signatures import No, Yes
 from onchip.core.validation import check_layout
 from onchip.integrations.flash_attn.options import contiguous
+from onchip.score_mods import ScoreMod
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
@@ -31,28 +31,28 @@ def from_block_mask(block_mask: "FlexBlockMask", batch: int, num_heads: int) -> 
 
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: object = None,
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable | ScoreMod | None = None,
     block_mask: "masks.MaskLike | None" = None, scale: float | None = None,
     enable_gqa: bool = False, return_lse: No = False, kernel_options: object = None,
     *, return_aux: None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: object = None,
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable | ScoreMod | None = None,
     block_mask: "masks.MaskLike | None" = None, scale: float | None = None,
     enable_gqa: bool = False, *, return_lse: Yes, kernel_options: object = None,
     return_aux: None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: object = None,
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable | ScoreMod | None = None,
     block_mask: "masks.MaskLike | None" = None, scale: float | None = None,
     enable_gqa: bool = False, return_lse: bool = False, kernel_options: object = None,
     *, return_aux: "AuxRequest",
 ) -> "tuple[Tensor, AuxOutput]": ...  # fmt: skip
 @overload
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: object = None,
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable | ScoreMod | None = None,
     block_mask: "masks.MaskLike | None" = None, scale: float | None = None,
     enable_gqa: bool = False, return_lse: bool = False, kernel_options: object = None,
     *, return_aux: "AuxRequest | None" = None,
@@ -61,7 +61,7 @@ def flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score_mod: object = None,
+    score_mod: Callable | ScoreMod | None = None,
     block_mask: "masks.MaskLike | None" = None,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -70,25 +70,25 @@ def flex_attention(
     *,
     return_aux: "AuxRequest | None" = None,
 ) -> Tensor | tuple[Tensor, Any]:
-    """torch.nn.attention.flex_attention.flex_attention without score_mod, forward and backward, on
-    any device, compiled or not.
+    """torch.nn.attention.flex_attention.flex_attention, forward and backward, compiled or not.
 
     query: (batch, heads, seqlen_q, head_dim); key, value: (batch, kv_heads, seqlen_k, dim), of any
-    strides: a last dimension that is not contiguous is copied. block_mask: a FlexAttention
-    BlockMask, which is converted at every call, or the result of from_block_mask, or a mask of
-    onchip. return_aux: (out, AuxOutput) with the requested ones of lse, natural logarithm, and
-    max_scores.
+    strides: a last dimension that is not contiguous is copied. score_mod: a function of (score, b,
+    h, q_idx, kv_idx), which is traced at every call, or the result of onchip.score_mods.trace; it
+    sees the scaled score, before the mask. block_mask: a FlexAttention BlockMask, which is
+    converted at every call, or the result of from_block_mask, or a mask of onchip. return_aux:
+    (out, AuxOutput) with the requested ones of lse, natural logarithm, and max_scores.
     """
-    _check_supported(score_mod, kernel_options)
+    _check_options(kernel_options)
     query, key, value = map(contiguous, (query, key, value))
     _check_heads(query, key, value, enable_gqa)
     if return_lse and return_aux is not None:
         raise ValueError("return_lse and return_aux=AuxRequest(lse=True) are the same: give one")
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     needs_max = return_aux is not None and return_aux.max_scores
-    options = {"mask": block_mask, "softmax_scale": scale, "return_stats": needs_max}
     needs_lse = return_lse if return_aux is None else return_aux.lse
-    result = functional.attention(q, k, v, **options, return_lse=needs_lse)
+    options = {"softmax_scale": scale, "return_lse": needs_lse, "return_stats": needs_max}
+    result = functional.attention(q, k, v, mask=block_mask, score_mod=score_mod, **options)
     out, *rest = cast(tuple[Any, ...], result if isinstance(result, tuple) else (result,))
     out = out.transpose(1, 2)
     lse = rest.pop(0) if needs_lse else None
@@ -103,12 +103,7 @@ def _aux(lse: Tensor | None, max_scores: Tensor | None):
     return AuxOutput(lse=lse, max_scores=max_scores)
 
 
-def _check_supported(score_mod, kernel_options) -> None:
-    if score_mod is not None:
-        raise UnsupportedError(
-            f"score_mod={score_mod!r} is not supported, only masks are: attention() has softcap,"
-            " alibi_slopes, bias and sinks, which most score_mods implement"
-        )
+def _check_options(kernel_options) -> None:
     if kernel_options:
         raise UnsupportedError(
             f"{kernel_options=} tune FlexAttention's kernels; attention(kernel=...) names one of"

@@ -22,7 +22,7 @@ Derivative = int | None
 
 
 class FirstDerivatives(NamedTuple):
-    """`expression` has the operations of a score function and behind them those of its derivatives:
+    """`expression` has the operations of a score function, and behind them its derivatives:
     `result` is the score, `by_score` its derivative, `by_load` one for each of float_loads.
     """
 

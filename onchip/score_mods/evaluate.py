@@ -1,8 +1,8 @@
 """Expressions on tiles of scores, in torch.
 
-The indices b, h, q and k of a tile broadcast: (batch, 1, 1, 1), (1, heads, 1, 1), (1, 1, rows, 1)
-and (1, 1, 1, keys). An operation has the shape of its operands, so what depends on h alone is
-computed once a head.
+The indices b, h, q and k of a tile broadcast: (batch, 1, 1, 1), (heads, 1, 1), (rows, 1) and
+(keys). An operation has the shape of its operands, so what depends on h alone is computed once a
+head.
 """
 
 import operator

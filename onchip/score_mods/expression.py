@@ -1,4 +1,4 @@
-"""Expressions: what a score function computes, as a list of operations.
+"""Expressions: the operations of a score function, as a list.
 
     score / 20 tanh 20 ...          text of  20 * tanh(score / 20) + bias[h, q - k]
 

@@ -557,6 +557,25 @@ def test_refused(name):
         dq.sum().backward()
 
 
+def test_a_dual_input_of_a_call_with_precise_delta_is_refused():
+    """The tangent kernel has an unrounded out, so it must not get the residual's share of delta."""
+    q, k, v = ot.make_qkv(1, 16, num_heads=2, head_dim=8, dtype=torch.bfloat16)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q.clone().requires_grad_(), torch.ones_like(q))
+        out = onchip.attention(dual, k, v, precise_delta=True)
+        with pytest.raises(UnsupportedError, match="second derivatives.*precise_delta"):
+            grad(out.sum(), dual)
+
+
+def test_a_mapped_dimension_without_entries():
+    none = torch.zeros(0, 1, 4, 2, 8)
+    f = lambda q: onchip.attention(q, q, q, causal=True)
+    assert func.vmap(f)(none).shape == none.shape
+    assert func.vmap(func.grad(lambda q: f(q).sum()))(none).shape == none.shape
+    twice = lambda q: func.jvp(func.grad(lambda q: f(q).pow(2).sum()), (q,), (q,))[1]
+    assert func.vmap(twice)(none).shape == none.shape
+
+
 def test_pages_have_no_derivative():
     pages = torch.tensor([[0]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
     with pytest.raises(UnsupportedError, match="paged_attention has no"):

@@ -5,9 +5,9 @@ import torch
 import torch.nn.attention.flex_attention as flex
 
 import onchip
-from onchip import UnsupportedError
 from onchip import testing as ot
 from onchip.integrations.flex import flex_attention, from_block_mask
+from tests.integrations import flex_programs
 
 
 def causal(b, h, q, k):
@@ -117,7 +117,7 @@ def test_requested_aux_results_are_returned():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"score_mod": lambda s, b, h, q, k: s * 2}, "score_mod=.* is not supported"),
+        ({"score_mod": lambda s, b, h, q, k: s.item()}, "score_mod turns a value"),
         ({"kernel_options": {"BLOCK_M": 64}}, "kernel_options="),
         ({"return_lse": True, "return_aux": flex.AuxRequest(lse=True)}, "give one"),
         ({"block_mask": made("causal", 100, 200)}, "does not fit"),
@@ -131,8 +131,86 @@ def test_unsupported_arguments_are_refused(options, sentence):
 def test_grouped_heads_need_enable_gqa():
     with pytest.raises(ValueError, match="enable_gqa=True"):
         flex_attention(*inputs(kv_heads=2))
-    with pytest.raises(UnsupportedError, match="only masks are"):
+    with pytest.raises(TypeError, match="causal.* takes 4"):
         flex_attention(*inputs(), score_mod=causal)
+
+
+PROGRAMS = {
+    f"{group.title}: {program.name}": (group, program)
+    for group in flex_programs.GROUPS
+    for program in group.programs
+}
+
+
+def gradients(function, learned, **options):
+    """out and the gradients of q, k, v and of the learned tensors of a program."""
+    x = [t.requires_grad_() for t in flex_programs.qkv()]
+    out = function(*x, **options)
+    dout = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return [out, *torch.autograd.grad(out, [*x, *learned], dout)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_are_served_as_by_torch_or_refused_by_name(torchs, monkeypatch, name):
+    group, program = PROGRAMS[name]
+    sentence = flex_programs.refusal(group, program)
+    if sentence is not None:
+        assert sentence.startswith("score_mod ")
+        return
+    function, learned = program.make()
+    # torch finds tensors that learn by Dynamo, which takes a second.
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", not learned)
+    want = gradients(torchs, learned, **_for_torch(group, function))
+    got = gradients(flex_attention, learned, **{group.argument: function})
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)  # torch computes tables in fp32
+
+
+def _for_torch(group, function):
+    """torch takes a mask as a BlockMask."""
+    if group.argument == "score_mod":
+        return {"score_mod": function}
+    n, planes = flex_programs.TOKENS, (flex_programs.BATCH, flex_programs.HEADS)
+    return {"block_mask": flex.create_block_mask(function, *planes, n, n, device="cpu")}
+
+
+def test_the_table_of_programs_is_up_to_date():
+    """If this fails, run `python tests/integrations/flex_programs.py`."""
+    page = flex_programs.PAGE.read_text(encoding="utf-8")
+    assert flex_programs.rewrite(page) == page
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_score_mod_with_a_block_mask_a_scale_and_grouped_heads(torchs, case, is_traced):
+    """The score is scaled, then modified, then masked; lse is of the result."""
+    x, block_mask = inputs(kv_heads=2), made(case)
+    table = torch.randn(4, 350, dtype=torch.float64, requires_grad=True)
+    modify = lambda s, b, h, q, k: torch.tanh(s) * 3 + table[h, q - k + 200] * b
+    options = {"block_mask": block_mask, "scale": 0.3, "enable_gqa": True, "return_lse": True}
+    results = []
+    for fn, f in (
+        (flex_attention, onchip.score_mods.trace(modify) if is_traced else modify),
+        (torchs, modify),
+    ):
+        out, lse = fn(*x, f, **options)
+        weights = torch.linspace(0, 1, out.numel(), dtype=out.dtype).view(out.shape)
+        total = (out * weights).sum() + lse.masked_fill(lse == -torch.inf, 0).square().sum()
+        results.append([out, lse, *torch.autograd.grad(total, [*x, table])])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+def test_the_largest_score_is_that_after_score_mod():
+    x = [t.detach() for t in inputs()]
+    modify = lambda s, b, h, q, k: s.square() + h
+    ask = flex.AuxRequest(max_scores=True)
+    _, aux = flex_attention(*x, modify, return_aux=ask)
+    q, k, _ = x
+    want = (q @ k.mT / 8).square() + torch.arange(4.0).view(4, 1, 1)
+    torch.testing.assert_close(aux.max_scores, want.amax(-1), check_dtype=False)
 
 
 @pytest.mark.gpu

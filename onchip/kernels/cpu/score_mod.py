@@ -54,7 +54,7 @@ class ModifiedTile:
                 self._add_at(dcaptured, load, self._times(ds, derivative))
 
     def tangent(self, t: Tensor, t_captured: Tensor | None) -> Tensor:
-        """The tangent of the result, from those of the score and of the captured floats."""
+        """The tangent of the result, from the tangents of the score and the captured floats."""
         first = self._first()
         ds = self._times(t, first.by_score)
         if t_captured is not None:
@@ -66,8 +66,8 @@ class ModifiedTile:
         self, grad_s: Tensor, grad_ds: Tensor, t: Tensor, t_captured: Tensor | None,
         dcaptured: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The gradients of the score and of its tangent t, from those of the result and of the
-        result's tangent. Adds those of the captured floats to dcaptured.
+        """The gradients of the score and of its tangent t, from the gradients of the result and of
+        the result's tangent. Adds the gradients of the captured floats to dcaptured.
         """
         first, second = self._first(), self._second()
         directions = [t, *(self._load_tangent(t_captured, load) for load in first.loads)]
@@ -103,7 +103,7 @@ class ModifiedTile:
         return _multiply(grad, self.evaluator.value(derivative))
 
     def _add_at(self, total: Tensor, load: int, grad: Tensor) -> None:
-        """Add the gradient of what a load read to the elements that it read."""
+        """Add the gradient of a load to the elements that it read."""
         positions = self.evaluator.positions(load)
         shared = [dim for dim in range(4) if positions.shape[dim] == 1 < grad.shape[dim]]
         grad = grad.sum(shared, keepdim=True) if shared else grad

@@ -73,11 +73,12 @@ class Scorer(NamedTuple):
             return None
         first_head = self.head_slice.first_head + self.problem.first_head
         corner = self.head_slice.first_batch, first_head, at.q0, at.k0
-        indices = []
-        for dim, (first, size) in enumerate(zip(corner, s.shape, strict=True)):
-            shape = [-1 if dim == i else 1 for i in range(4)]
-            indices.append(torch.arange(first, first + size, device=s.device).view(shape))
-        return ModifiedTile(self.problem.score_mod, self.x, s, Cells(*indices, visible))
+        b, h, q, k = (
+            torch.arange(first, first + size, device=s.device)
+            for first, size in zip(corner, s.shape, strict=True)
+        )
+        b, h, q = b.view(-1, 1, 1, 1), h.view(-1, 1, 1), q.view(-1, 1)
+        return ModifiedTile(self.problem.score_mod, self.x, s, Cells(b, h, q, k, visible))
 
     def tangents(self, product: Tensor, of: TileScores, dx: Tangents, at: TileBounds) -> Tensor:
         """ds from the tangent of q.k, (b, h, m, n), and those of the other tensors in the scores

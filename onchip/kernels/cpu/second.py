@@ -52,8 +52,9 @@ def tangent_gradients(
 
 
 class _Rows(NamedTuple):
-    """What pass 2 knows of a tile of rows: dout is (batch, heads, rows, head_dim_v), the others are
-    (batch, heads, rows, 1). lse is finite, 0 for a row without keys: its p is 0, as s = -inf.
+    """The numbers of a tile of rows that pass 2 reads: dout is (batch, heads, rows, head_dim_v),
+    the others are (batch, heads, rows, 1). lse is finite, 0 for a row without keys: its p is 0, as
+    s = -inf.
     """
 
     dout: Tensor

@@ -1,4 +1,4 @@
-"""The tiles of a head slice, and its operands, for the loops of tiled.py and tangent.py."""
+"""The tiles of a head slice, and its operands, for the loops of the kernel `tiled`."""
 
 from collections.abc import Iterator
 

@@ -153,7 +153,8 @@ def test_the_cases_have_every_option_that_forward_mode_serves():
     fields = {"mask": "has_mask", "bias": "has_bias", "sinks": "has_sinks"}
     fields["alibi_slopes"] = "has_alibi"
     used = {fields.get(name, name) for case in DENSE.values() for name in case}
-    assert (used | {"packed"}) & Problem._field_defaults.keys() == tangent.OPTIONS
+    used |= {"packed", "score_mod"}  # score_mod: tests/core/test_score_mod.py
+    assert used & Problem._field_defaults.keys() == tangent.OPTIONS
     assert get_backend("tiled").options > tangent.OPTIONS
 
 

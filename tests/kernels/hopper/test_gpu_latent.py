@@ -31,7 +31,9 @@ def latent_pages(queries, lengths, num_heads, page_size, dtype):
     return packed._replace(v=packed.k[..., :DIM_V]), (k, None, table, seqlens)
 
 
-def judge(seqlen_q, lengths, num_heads=16, page_size=64, dtype=BF16, packed=False, **options):
+def check_accuracy(
+    seqlen_q, lengths, num_heads=16, page_size=64, dtype=BF16, packed=False, **options
+):
     """The accuracy rule. seqlen_q: of every sequence, or a list if the queries are packed."""
     queries = seqlen_q if packed else [seqlen_q] * len(lengths)
     call, pages = latent_pages(queries, lengths, num_heads, page_size, dtype)
@@ -50,19 +52,19 @@ def judge(seqlen_q, lengths, num_heads=16, page_size=64, dtype=BF16, packed=Fals
 @pytest.mark.parametrize("page_size", HOPPER_PAGE_SIZES)
 @pytest.mark.parametrize("num_heads", [16, 128])
 def test_lengths_and_page_sizes(page_size, num_heads):
-    judge(1, LENGTHS, num_heads, page_size)
+    check_accuracy(1, LENGTHS, num_heads, page_size)
 
 
 @pytest.mark.parametrize("num_heads", [1, 5, 16, 33, 64, 96, 128])
 @pytest.mark.parametrize("seqlen_q", [1, 2, 5])
 def test_rows_of_a_tile(num_heads, seqlen_q):
-    judge(seqlen_q, [n + seqlen_q for n in LENGTHS], num_heads)
+    check_accuracy(seqlen_q, [n + seqlen_q for n in LENGTHS], num_heads)
 
 
 @pytest.mark.parametrize("window", [(100, None), (3, 0), (0, 0), (2000, 1), (None, 1)])
 @pytest.mark.parametrize("seqlen_q", [1, 4])
 def test_windows(window, seqlen_q):
-    judge(seqlen_q, [n + 4 for n in LENGTHS], window_size=window, causal=False)
+    check_accuracy(seqlen_q, [n + 4 for n in LENGTHS], window_size=window, causal=False)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -70,23 +72,23 @@ def test_windows(window, seqlen_q):
 def test_softcap_sinks_and_other_dtypes(dtype, num_heads):
     sinks = torch.randn(num_heads, device="cuda")
     options = {"softcap": 5.0, "sinks": sinks, "out_dtype": FP32}
-    judge(2, [n + 2 for n in LENGTHS], num_heads, dtype=dtype, **options)
+    check_accuracy(2, [n + 2 for n in LENGTHS], num_heads, dtype=dtype, **options)
 
 
 @pytest.mark.parametrize("batch", [1, 33, 140, 256, 300])
 def test_batches_of_every_bucket(batch):
-    judge(1, [5000] + [1 + 7 * b % 90 for b in range(batch - 1)])
+    check_accuracy(1, [5000] + [1 + 7 * b % 90 for b in range(batch - 1)])
 
 
 @pytest.mark.parametrize("window", [(None, None), (200, 0)])
 def test_packed_queries(window):
     queries = [1, 0, 40, 1, 7, 300]
-    judge(queries, [900, 30, 3000, 1, 7, 300], 8, packed=True, window_size=window)
+    check_accuracy(queries, [900, 30, 3000, 1, 7, 300], 8, packed=True, window_size=window)
 
 
 def test_large_scores_and_uniform_weights():
-    judge(1, LENGTHS, softmax_scale=8.0)
-    judge(1, LENGTHS, softmax_scale=1e-6)
+    check_accuracy(1, LENGTHS, softmax_scale=8.0)
+    check_accuracy(1, LENGTHS, softmax_scale=1e-6)
 
 
 def test_chosen_by_itself_and_equal_in_a_replay():
