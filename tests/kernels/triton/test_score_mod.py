@@ -20,6 +20,7 @@ from onchip.kernels.triton import entry, indices
 from onchip.score_mods import trace
 from onchip.score_mods.evaluate import Cells
 from tests.interpreted import DEVICE, INTERPRETED, interpreted, interpreted_or_gpu, mark_slow_except
+from tests.score_mods.functions import RandomFunction
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -126,6 +127,21 @@ def test_the_emitted_function_computes_what_torch_computes(name):
     got, expected = _run_tile(mod, score), _compute_tile(mod, score)
     for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@interpreted_or_gpu
+@pytest.mark.parametrize("seeds", mark_slow_except((0,), [range(12), range(12, 300)]))
+def test_random_functions_compute_what_torch_computes(seeds):
+    """Within four times the error of torch in fp32, and 1e-4."""
+    for seed in seeds:
+        function, generator = RandomFunction(seed), torch.Generator().manual_seed(seed)
+        table = torch.randn(40, 5, generator=generator)
+        function.tensors = torch.randn(3, generator=generator), table, torch.arange(40) % 5
+        mod, score = trace(function), torch.randn(TILE, TILE, generator=generator)
+        exact, rounded = (_compute_tile(mod, x) for x in (score.double(), score))
+        for x, y, z in zip(_run_tile(mod, score), exact, rounded, strict=True):
+            bound = 1e-4 * (1 + y.abs()) + 4 * (z - y).abs()
+            assert ((x - y).abs() <= bound).all(), seed
 
 
 @interpreted_or_gpu
