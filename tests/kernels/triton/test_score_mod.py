@@ -11,6 +11,7 @@ from torch import Tensor
 import onchip
 import onchip.testing as ot
 from onchip import masks
+from onchip.core import dispatch
 from onchip.core.device import DeviceInfo
 from onchip.core.problem import Tensors
 from onchip.cost import make_problem
@@ -429,6 +430,10 @@ def test_deterministic_gradients_of_computed_indices_are_left_to_tiled():
     reason = entry.backend.supports_backward(problem, GPU)
     assert "computed indices in any order, which deterministic=True excludes" in (reason or "")
     assert entry.backend.supports_backward(problem._replace(deterministic=False), GPU) is None
+    assert dispatch.plan(problem, GPU).kernel == "triton"
+    assert dispatch.plan(problem, GPU, backward=True).kernel == "tiled"
+    with pytest.raises(onchip.UnsupportedError, match="'triton' cannot .* in any order"):
+        dispatch.plan(problem, GPU, "triton", backward=True)
     plain = _problem(lambda s, b, h, q, k: s + table[q] * table[3], deterministic=True)
     assert entry.backend.supports_backward(plain, GPU) is None
 

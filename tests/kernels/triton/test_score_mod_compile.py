@@ -29,6 +29,7 @@ FUNCTIONS = {
     "alibi": lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(),
     "relative": lambda s, b, h, q, k: s + TABLE[h, q - k + 199],
     "bias": lambda s, b, h, q, k: s + BIAS[h, q, k],
+    "shared": lambda s, b, h, q, k: s + SLOPES[h // 2] + BIAS[h, q // 16, 3] * BIAS[0, 1, k % 7],
 }
 
 
