@@ -13,7 +13,8 @@ import onchip.testing as ot
 from onchip import masks
 from onchip.core import dispatch
 from onchip.core.device import DeviceInfo
-from onchip.core.problem import Tensors
+from onchip.core.problem import Options, Tensors
+from onchip.core.validation import describe
 from onchip.cost import make_problem
 from onchip.kernels.cpu.score_mod import ModifiedTile
 from onchip.kernels.tiles import TritonConfig
@@ -393,6 +394,25 @@ def test_packed_sequences_have_indices_of_their_own(case):
     expected = _varlen(packed, captured, "tiled", torch.float64, **options)
     for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=2e-5, atol=1e-5 * y.abs().max().item())
+
+
+@interpreted_or_gpu
+def test_heads_of_a_part_of_a_call_have_their_numbers_in_the_whole():
+    """first_head, in the scores and in the gradient of what they index."""
+    weight = _draw(3)
+    mod = trace(lambda s, b, h, q, k: s * torch.exp(weight[h]) + h * (k % 5))
+    q, k, v = (x.to(DEVICE) for x in ot.make_qkv(1, 20, 33, dtype=FP32, **GQA))
+    x = Tensors(q, k, v, captured=mod.flatten()[0])
+    problem = describe(x, Options(score_mod=mod.text))._replace(first_head=1)
+    results = []
+    for backend in (entry.backend, dispatch.get_backend("tiled")):
+        out, lse, _ = backend.forward(problem, x)
+        dout = torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out)
+        grads = backend.backward(problem, x, out, lse, dout, None)
+        results.append((out, lse, grads.dq, grads.dcaptured))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert results[0][3][0] == 0 and (results[0][3][1:] != 0).all()
 
 
 @interpreted
