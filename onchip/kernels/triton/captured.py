@@ -252,7 +252,7 @@ def _launch(
     """The parts (part, b, h, q, k) of the sum over the dimensions that `per` excludes; without
     `per`, add to `total`.
     """
-    config = args.config("dbias")
+    config = args.config("dcaptured")
     tiles_q = triton.cdiv(problem.seqlen_q, config.tile_m)
     tiles_k = triton.cdiv(problem.seqlen_k, config.tile_n)
     is_own = per or (True,) * 4
