@@ -149,6 +149,7 @@ TRITON_MODIFIED = _triton_rows(
 TRITON_AMD_MODIFIED = TRITON_MODIFIED | {
     ("forward", 256): _T(64, 16, 8, 1),
     ("dq", 256): _T(32, 16, 8, 1),
+    ("dcaptured", 64): _T(64, 64, 8, 1),
 }
 TRITON_AMD = _triton_rows(
     forward=(_T(64, 32, 4, 1), _T(64, 32, 4, 1), _T(64, 32, 8, 1)),
