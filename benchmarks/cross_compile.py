@@ -114,7 +114,7 @@ def as_if_on(arch: str) -> Iterator[None]:
 
 def attend(dtype: torch.dtype, sizes: dict, options: dict, with_backward: bool = True) -> None:
     """One call of the portable attention kernels. Of `options`, lengths, page_size, form (the dtype
-    of 8-bit pages), packed, mask, sinks, alibi and bias shape the tensors.
+    of 8-bit pages), packed, mask, sinks, alibi and bias shape the tensors; score_mod is a ScoreMod.
     """
     problem, x = _make_call(dtype, sizes, options)
     out, lse, _ = forward(problem, x)
@@ -177,6 +177,9 @@ def _extras(options: dict, q: torch.Tensor, k: torch.Tensor):
         extras["alibi_slopes"] = torch.zeros(heads)
     if scalars.pop("bias", False):
         extras["bias"] = torch.zeros(1, heads, seqlen_q, seqlen_k)
+    if "score_mod" in scalars:
+        extras["captured"], extras["captured_ints"] = scalars["score_mod"].flatten()
+        scalars["score_mod"] = scalars["score_mod"].text
     if scalars.get("dropout_p"):
         extras["dropout_seed"] = torch.tensor(7)
     return extras, scalars, (seqlen_q, seqlen_k) if packed else None

@@ -137,14 +137,16 @@ def knobs(
     ways: Sequence[str] = (),
     head_dims: Sequence[int] = (),
 ) -> list[Knob]:
-    """The rows to search; nothing chosen means everything. Rows for the gradient of a bias and for
-    single queries in fp32 are left as they are, and the tables that serve paged calls alone
-    (TRITON_CHUNK, TRITON_KV8, HOPPER_FORWARD_PAGED), unequal head dims (HOPPER_FORWARD_MLA), the
-    quantisation before a call (TRITON_ROTATE, TRITON_QUERIES, TRITON_TRANSPOSE), products of few
-    rows (TRITON_PRODUCT) or tangents (TRITON_TANGENT and its variants).
+    """The rows to search; nothing chosen means everything. Rows for the gradients of a bias and of
+    tensors of score_mod, and for single queries in fp32, are left as they are, and the tables that
+    serve paged calls alone (TRITON_CHUNK, TRITON_KV8, HOPPER_FORWARD_PAGED), unequal head dims
+    (HOPPER_FORWARD_MLA), the quantisation before a call (TRITON_ROTATE, TRITON_QUERIES,
+    TRITON_TRANSPOSE), products of few rows (TRITON_PRODUCT) or tangents (TRITON_TANGENT and its
+    variants).
     """
     knobs = [Knob(t, key) for t in tables(capability) for key in getattr(tiles, t.name)]
-    known = [k for k in knobs if "dbias" not in k.parts and FP32_BYTES not in k.parts]
+    left = {"dbias", "dcaptured", FP32_BYTES}
+    known = [k for k in knobs if left.isdisjoint(k.parts)]
     wanted = lambda value, choice: not choice or value in choice
     return [
         k

@@ -208,6 +208,12 @@ class Backend(ABC):
         """
         raise UnsupportedError(f"{type(self).__name__} has no backward")
 
+    def supports_backward(self, problem: Problem, device: DeviceInfo) -> str | None:
+        """None if `backward` computes the problem, which `forward` supports, else the reason. Then
+        another backend computes the gradients. Lengths are rounded up, as for `supports`.
+        """
+        return None
+
     def supports_tangents(self, problem: Problem, device: DeviceInfo) -> str | None:
         """None if `tangents` computes the problem, which `forward` supports, else the reason. It
         must refuse every option that it does not know: otherwise a tangent would lack its terms.

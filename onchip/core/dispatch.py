@@ -205,7 +205,9 @@ def find_refusal(
         return "has no backward"
     reason = backend.supports(problem, device)  # first: it may give a reason for its refusal
     reason = reason or lacks(_as_received(backend, problem), backend.options)
-    if reason is None and not backward and not is_named:
+    if reason is None and backward:
+        return backend.supports_backward(problem, device)
+    if reason is None and not is_named:
         return backend.defers(problem)
     return reason
 

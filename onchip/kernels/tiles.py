@@ -133,12 +133,14 @@ TRITON_SM80 = _triton_rows(
 # By ptxas reports (2026-11-18, Triton 3.9), not timed: three stages of a forward of 128 spill.
 TRITON_SM120 = TRITON_SM80 | {("forward", 128): _T(128, 64, 8, 2)}
 # softcap, ALiBi, bias, dropout, statistics: long score arithmetic, and bias tiles also pass through
-# shared memory. 99 kB with all of them at once.
+# shared memory. 99 kB with all of them at once. dcaptured: by ptxas reports (2026-11-19, Triton
+# 3.9), not timed: of head_dim 64, tiles of 64 queries spill 38 times on sm_80, 32 do not.
 TRITON_MODIFIED = _triton_rows(
     forward=(_T(64, 64, 4, 2), _T(64, 32, 4, 2), _T(64, 32, 8, 1)),
     dkdv=(_T(32, 64, 8, 2), _T(32, 64, 8, 1), _T(16, 32, 8, 1)),
     dq=(_T(64, 32, 4, 2), _T(64, 32, 8, 2), _T(32, 32, 8, 1)),
     dbias=(_T(64, 64, 8, 1), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
+    dcaptured=(_T(32, 64, 8, 1), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
 )
 # AMD (CDNA), 16-bit numbers, with and without these options. By LLVM's reports (2026-11-18, Triton
 # 3.9, gfx942), not timed: the largest tiles that spill nothing. Rows of TRITON_MODIFIED spill 15
@@ -147,6 +149,7 @@ TRITON_MODIFIED = _triton_rows(
 TRITON_AMD_MODIFIED = TRITON_MODIFIED | {
     ("forward", 256): _T(64, 16, 8, 1),
     ("dq", 256): _T(32, 16, 8, 1),
+    ("dcaptured", 64): _T(64, 64, 8, 1),
 }
 TRITON_AMD = _triton_rows(
     forward=(_T(64, 32, 4, 1), _T(64, 32, 4, 1), _T(64, 32, 8, 1)),
@@ -159,6 +162,7 @@ TRITON_FP32 = _triton_rows(
     dkdv=(_T(32, 32, 8, 1), _T(16, 32, 8, 1), _T(16, 16, 8, 1)),
     dq=(_T(32, 32, 8, 1), _T(32, 16, 8, 1), _T(16, 16, 8, 1)),
     dbias=(_T(32, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
+    dcaptured=(_T(32, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
 )
 # Padded head_dim 512 in 16 bits, with any mask and score option, on any device. By ptxas and LLVM
 # reports (2026-11-19, Triton 3.9, sm_80 to sm_120, gfx942, gfx950), not timed: tiles that fit 99 kB
@@ -172,6 +176,7 @@ TRITON_WIDE = {
     ("dkdv", 512): _T(16, 16, 8, 1),
     ("dq", 512): _T(16, 32, 8, 1),
     ("dbias", 512): _T(16, 64, 8, 1),
+    ("dcaptured", 512): _T(16, 64, 8, 1),
     ("decode", 512): _T(32, 32, 8, 1),
     ("chunk", 512): _T(32, 32, 8, 1),
 }
@@ -180,6 +185,7 @@ TRITON_WIDE_AMD = {
     ("dkdv", 512): _T(16, 16, 4, 1),
     ("dq", 512): _T(16, 16, 4, 1),
     ("dbias", 512): _T(16, 16, 4, 1),
+    ("dcaptured", 512): _T(16, 16, 4, 1),
     ("decode", 512): _T(32, 16, 8, 1),
     ("chunk", 512): _T(32, 16, 8, 1),
 }
@@ -559,7 +565,9 @@ def _decode_table(kind: str, key: tuple[int, int], use: TritonUse) -> str:
 
 
 def triton_table(kernel: str, use: TritonUse) -> str:
-    """The name of the table with the rows of forward, dkdv, dq or dbias, or of TANGENT_KERNELS."""
+    """The name of the table with the rows of forward, dkdv, dq, dbias or dcaptured, or of
+    TANGENT_KERNELS.
+    """
     if kernel in TANGENT_KERNELS:
         return _tangent_table(use)
     if use.dim > _DIMS[-1]:

@@ -75,13 +75,18 @@ def make_raw_launch(
         if isinstance(arg, Tensor):
             raw_launch.pointers.append((len(raw_launch.args), *locate(arg)))
             raw_launch.args.append(None)
-        elif arg is None or isinstance(arg, (int, float, str)):
+        elif arg is None or isinstance(arg, (int, float, str)) or _is_device_function(arg):
             raw_launch.args.append(arg)
         else:
             encoding = _encoding(next(maps, None), arg, launcher.dtypes)
             raw_launch.maps.append((len(raw_launch.args), *locate(arg.base), encoding))
             raw_launch.args.extend((None, *arg.shape, *arg.strides))
     return raw_launch
+
+
+def _is_device_function(arg: Any) -> bool:
+    """Whether a constant of a launch is a Triton function, which its kernel calls."""
+    return hasattr(arg, "cache_key")
 
 
 def _encoding(form: dict | None, arg: Any, dtypes: dict[int, int]) -> tuple:

@@ -28,11 +28,13 @@ from onchip.core.backend import Grads, grad_dtype, sink_gradient
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.runtime.launcher import CachedLauncher
 from onchip.kernels.triton.bias import bias_gradient
+from onchip.kernels.triton.captured import captured_gradient
 from onchip.kernels.triton.launch import LENGTHS, LaunchArgs, launch_options, make_contiguous
 from onchip.kernels.triton.tile import (
     LN2,
     LOG2E,
     Band,
+    CapturedElements,
     Dropout,
     MaskLists,
     ScoreMods,
@@ -49,11 +51,13 @@ from onchip.kernels.triton.tile import (
     load_sequence,
     load_tile,
     locate_program,
+    modify_scores,
     result_ptr,
     round_to,
     row_offset,
     score_gradient,
     store_tile,
+    times_derivative,
     walk_tiles,
 )
 
@@ -95,9 +99,11 @@ def dkdv_kernel(
     stride_mask_h,
     num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, keep_below,
     keep_scale, first_head, num_tiles,
+    captured_ptr, captured_ints_ptr, size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7,
+    size_8, size_9, size_10, size_11,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
     ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
+    TILE_N: tl.constexpr, SCORE_MOD: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of TILE_N keys of one kv head, summed over the query heads of its group. Scores are
     transposed, (TILE_N, TILE_M): p and ds are then in registers the left operand of the next
@@ -113,6 +119,10 @@ def dkdv_kernel(
     band, mirrored = Band(left, right), Band(right, left)
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
     positions = TokenPositions(positions_q_ptr, positions_k_ptr, total_q)
+    sizes = (
+        size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7, size_8, size_9, size_10,
+        size_11,
+    )  # fmt: skip
     unit = scale_log2 if LINEAR else 1.0
 
     k_ptr = head_ptr(k_ptr, at.entry, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
@@ -132,6 +142,7 @@ def dkdv_kernel(
         slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
         plane = head_offset(b, h, stride_bias_b, stride_bias_h)
         score = ScoreMods(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, positions)
+        captured = CapturedElements(b, first_head + h, captured_ptr, captured_ints_ptr, sizes)
         dropout = Dropout(seed, keep_below, b, first_head + h, positions)
         q_h = head_ptr(q_ptr, at.entry, at.start_q, h, stride_qb, stride_qs, stride_qh, ALIGN)
         dout_h = result_ptr(dout_ptr, at.entry, at.start_q, h, total_q, num_heads, HEAD_DIM_V)
@@ -146,12 +157,14 @@ def dkdv_kernel(
             delta = load_rows(delta_h, m, at.seqlen_q, TILE_M, False)
             s = dot(k, tl.trans(q), None)
             s, softcap_grad = apply_score_mods(score, s, at, (m + rows)[None, :], j, LINEAR)
+            s, by_score = modify_scores(captured, s, (m + rows)[None, :], j, SCORE_MOD)
             keep = None
             if seed is not None:
                 keep = draw_keep_mask(dropout, at, m + rows, n0, TILE_M, TILE_N, True)
             dp = dot(v, tl.trans(do), None)
             p, ds = score_gradient(s, dp, lse[None, :], delta[None, :], keep, unit, keep_scale)
             dv = dot(round_to(p, do.dtype), do, dv)
+            ds = times_derivative(ds, by_score, SCORE_MOD)
             dk = dot(round_to(ds * softcap_grad, q.dtype), q, dk)
         for t in range(walk.num_masked):  # cut by the diagonal, the window, the mask or the end
             m, bits = get_masked_tile(walk, lists, t, TILE_M)
@@ -161,6 +174,7 @@ def dkdv_kernel(
             delta = load_rows(delta_h, m, at.seqlen_q, TILE_M, True)
             s = dot(k, tl.trans(q), None)
             s, softcap_grad = apply_score_mods(score, s, at, (m + rows)[None, :], j, LINEAR)
+            s, by_score = modify_scores(captured, s, (m + rows)[None, :], j, SCORE_MOD)
             inside = (m + rows < at.seqlen_q)[None, :]
             seen = is_visible(at, band, lists, bits, (m + rows)[None, :], j, n0, inside, TILE_N)
             s = tl.where(seen, s, float("-inf"))
@@ -170,6 +184,7 @@ def dkdv_kernel(
             dp = dot(v, tl.trans(do), None)
             p, ds = score_gradient(s, dp, lse[None, :], delta[None, :], keep, unit, keep_scale)
             dv = dot(round_to(p, do.dtype), do, dv)
+            ds = times_derivative(ds, by_score, SCORE_MOD)
             dk = dot(round_to(ds * softcap_grad, q.dtype), q, dk)
 
     dk_ptr = result_ptr(dk_ptr, at.entry, at.start_k, kv, total_k, num_kv_heads, HEAD_DIM)
@@ -191,9 +206,11 @@ def dq_kernel(
     stride_mask_h,
     num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, keep_below,
     keep_scale, first_head, num_tiles,
+    captured_ptr, captured_ints_ptr, size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7,
+    size_8, size_9, size_10, size_11,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
     ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
+    TILE_N: tl.constexpr, SCORE_MOD: tl.constexpr,
 ):  # fmt: skip
     """dq of TILE_M queries of one head, with the loop of the forward."""
     tile, h, b = locate_program(num_tiles, num_heads, right is not None)
@@ -210,6 +227,11 @@ def dq_kernel(
     plane = head_offset(b, h, stride_bias_b, stride_bias_h)
     positions = TokenPositions(positions_q_ptr, positions_k_ptr, total_q)
     score = ScoreMods(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, positions)
+    sizes = (
+        size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7, size_8, size_9, size_10,
+        size_11,
+    )  # fmt: skip
+    captured = CapturedElements(b, first_head + h, captured_ptr, captured_ints_ptr, sizes)
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
     dropout = Dropout(seed, keep_below, b, first_head + h, positions)
     unit = scale_log2 if LINEAR else 1.0
@@ -236,6 +258,7 @@ def dq_kernel(
         v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
         s = dot(q, tl.trans(k), None)
         s, softcap_grad = apply_score_mods(score, s, at, i, (n + keys)[None, :], LINEAR)
+        s, by_score = modify_scores(captured, s, i, (n + keys)[None, :], SCORE_MOD)
         keep = (
             draw_keep_mask(dropout, at, rows, n, TILE_M, TILE_N, False)
             if seed is not None
@@ -243,6 +266,7 @@ def dq_kernel(
         )
         dp = dot(do, tl.trans(v), None)
         _, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
+        ds = times_derivative(ds, by_score, SCORE_MOD)
         dq = dot(round_to(ds * softcap_grad, k.dtype), k, dq)
     for t in range(walk.num_masked):  # cut by the diagonal, the window, the mask or the end
         n, bits = get_masked_tile(walk, lists, t, TILE_N)
@@ -250,6 +274,7 @@ def dq_kernel(
         v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
         s = dot(q, tl.trans(k), None)
         s, softcap_grad = apply_score_mods(score, s, at, i, (n + keys)[None, :], LINEAR)
+        s, by_score = modify_scores(captured, s, i, (n + keys)[None, :], SCORE_MOD)
         inside = (n + keys < at.seqlen_k)[None, :]
         seen = is_visible(at, band, lists, bits, i, (n + keys)[None, :], n, inside, TILE_N)
         s = tl.where(seen, s, float("-inf"))
@@ -260,6 +285,7 @@ def dq_kernel(
         )
         dp = dot(do, tl.trans(v), None)
         _, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
+        ds = times_derivative(ds, by_score, SCORE_MOD)
         dq = dot(round_to(ds * softcap_grad, k.dtype), k, dq)
 
     dq_ptr = result_ptr(dq_ptr, at.entry, at.start_q, h, total_q, num_heads, HEAD_DIM)
@@ -282,7 +308,8 @@ def backward(
     dq = _dq(problem, args, x, saved)
     dbias = None if x.bias is None else bias_gradient(problem, args, saved)
     dsinks = None if x.sinks is None else sink_gradient(x.sinks, lse, delta)
-    return Grads(dq, dk, dv, dbias, dsinks)
+    dcaptured = None if x.captured is None else captured_gradient(problem, args, saved)
+    return Grads(dq, dk, dv, dbias, dsinks, dcaptured)
 
 
 def _delta(
@@ -309,8 +336,9 @@ def _dkdv(problem: Problem, args: LaunchArgs, x: Tensors, saved: tuple) -> tuple
     if grid:
         _dkdv_kernel[(grid,)](
             *args.tensors, *args.cols, *saved, dk, dv,
-            *args.strides, *args.col_strides, *args.scalars, num_tiles,
-            *args.dims, TILE_M=config.tile_m, TILE_N=config.tile_n, **launch_options(config),
+            *args.strides, *args.col_strides, *args.scalars, num_tiles, *args.captured,
+            *args.dims, TILE_M=config.tile_m, TILE_N=config.tile_n, SCORE_MOD=args.score_mod,
+            **launch_options(config),
         )  # fmt: skip
     return dk, dv
 
@@ -323,7 +351,8 @@ def _dq(problem: Problem, args: LaunchArgs, x: Tensors, saved: tuple) -> Tensor:
     if grid:
         _dq_kernel[(grid,)](
             *args.tensors, *args.rows, *saved, dq,
-            *args.strides, *args.row_strides, *args.scalars, num_tiles,
-            *args.dims, TILE_M=config.tile_m, TILE_N=config.tile_n, **launch_options(config),
+            *args.strides, *args.row_strides, *args.scalars, num_tiles, *args.captured,
+            *args.dims, TILE_M=config.tile_m, TILE_N=config.tile_n, SCORE_MOD=args.score_mod,
+            **launch_options(config),
         )  # fmt: skip
     return dq

@@ -35,6 +35,7 @@ from onchip.kernels.triton.tile import (
     BLOCK,
     EMPTY,
     Band,
+    CapturedElements,
     Dropout,
     MaskLists,
     ScoreMods,
@@ -50,9 +51,11 @@ from onchip.kernels.triton.tile import (
     load_rows,
     load_sequence,
     load_tile,
+    modify_scores,
     result_ptr,
     row_offset,
     score_gradient,
+    times_derivative,
 )
 
 
@@ -67,9 +70,12 @@ def dbias_kernel(
     stride_mask_h,
     num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, keep_below,
     keep_scale, first_head, batch, num_tiles_q, num_tiles_k, num_summed,
+    captured_ptr, captured_ints_ptr, size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7,
+    size_8, size_9, size_10, size_11,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
     ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, PER_ENTRY: tl.constexpr,
     PER_HEAD: tl.constexpr, PER_QUERY: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    SCORE_MOD: tl.constexpr,
 ):  # fmt: skip
     """One part of dbias for one tile of the bias: the sum over num_summed of the (entry, head, tile
     of queries) in which the bias broadcasts.
@@ -83,6 +89,10 @@ def dbias_kernel(
     band = Band(left, right)
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
     positions = TokenPositions(positions_q_ptr, positions_k_ptr, total_q)
+    sizes = (
+        size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7, size_8, size_9, size_10,
+        size_11,
+    )  # fmt: skip
     unit = scale_log2 if LINEAR else 1.0
     keys = n0 + tl.arange(0, TILE_N)
     dbias = tl.zeros([TILE_M, TILE_N], tl.float32)
@@ -100,6 +110,7 @@ def dbias_kernel(
             slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
             plane = head_offset(b, h, stride_bias_b, stride_bias_h)
             score = ScoreMods(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, positions)
+            captured = CapturedElements(b, first_head + h, captured_ptr, captured_ints_ptr, sizes)
             q_h = head_ptr(q_ptr, b, 0, h, stride_qb, stride_qs, stride_qh, ALIGN)
             k_h = head_ptr(k_ptr, b, 0, h // group_size, stride_kb, stride_ks, stride_kh, ALIGN)
             v_h = head_ptr(v_ptr, b, 0, h // group_size, stride_vb, stride_vs, stride_vh, ALIGN)
@@ -116,6 +127,7 @@ def dbias_kernel(
             i, j = rows[:, None], keys[None, :]
             s = dot(q, tl.trans(k), None)
             s, softcap_grad = apply_score_mods(score, s, at, i, j, LINEAR)
+            s, by_score = modify_scores(captured, s, i, j, SCORE_MOD)
             inside = (rows < total_q)[:, None] & (keys < total_k)[None, :]
             seen = is_visible(at, band, lists, bits, i, j, n0, inside, TILE_N)
             s = tl.where(seen, s, float("-inf"))
@@ -127,7 +139,7 @@ def dbias_kernel(
             )
             dp = dot(do, tl.trans(v), None)
             p, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
-            dbias += ds
+            dbias += times_derivative(ds, by_score, SCORE_MOD)
 
     plane = ((part * entries + entry) * heads + head).to(tl.int64)
     if PER_QUERY:
@@ -159,9 +171,9 @@ def bias_gradient(problem: Problem, args: LaunchArgs, saved: tuple[Any, ...]) ->
     _dbias_kernel[(split.num_programs,)](
         *args.tensors, *args.rows, *saved, parts,
         *args.strides, *args.row_strides, *args.scalars,
-        problem.batch, split.tiles_q, split.tiles_k, split.num_summed,
+        problem.batch, split.tiles_q, split.tiles_k, split.num_summed, *args.captured,
         *args.dims, *split.per, TILE_M=config.tile_m, TILE_N=config.tile_n,
-        **launch_options(config),
+        SCORE_MOD=args.score_mod, **launch_options(config),
     )  # fmt: skip
     return parts[0] if split.num_parts == 1 else parts.sum(0)
 

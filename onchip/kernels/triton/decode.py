@@ -394,7 +394,7 @@ def serves(problem: Problem) -> bool:
     supports.
     """
     unsupported = problem.has_mask or problem.has_bias or problem.dropout_p or problem.return_stats
-    unsupported = unsupported or problem.has_positions
+    unsupported = unsupported or problem.has_positions or problem.score_mod is not None
     few = problem.seqlen_q * problem.group_size <= DECODE_ROWS
     return problem.page_size > 0 or (few and not unsupported)
 

@@ -17,10 +17,11 @@ from onchip.core.problem import Problem, Tensors
 from onchip.cost.hardware import Hardware
 from onchip.kernels.runtime.launcher import on_device
 from onchip.kernels.tiles import TRITON_COLUMNS
+from onchip.kernels.triton.indices import has_any_order, refuse_tensors
 
 OPTIONS = {
     *("causal", "window_size", "packed", "has_mask", "deterministic", "return_stats"),
-    *("softcap", "has_alibi", "has_bias", "has_sinks"),
+    *("softcap", "score_mod", "has_alibi", "has_bias", "has_sinks"),
     *("dropout_p", "has_positions", "first_head", "wide_grads"),
     *("page_size", "page_dtype", "has_tree_mask"),
 }
@@ -54,8 +55,19 @@ class TritonBackend(Backend):
         if problem.page_dtype is not None and (problem.head_dim % 2 or problem.head_dim_v % 2):
             dims = f"{problem.head_dim} and {problem.head_dim_v}"
             return f"reads 8-bit pages by pairs of elements, not head_dim {dims}"
+        if problem.score_mod is not None and (reason := refuse_tensors(problem.score_mod)):
+            return reason
         if not device.has_triton:
             return "triton is not installed"
+        return None
+
+    def supports_backward(self, problem: Problem, device: DeviceInfo) -> str | None:
+        text = problem.score_mod
+        if text is not None and problem.deterministic and has_any_order(text):
+            return (
+                "sums the gradient of a tensor that score_mod indexes by computed indices in any"
+                " order, which deterministic=True excludes"
+            )
         return None
 
     def forward(self, problem: Problem, x: Tensors) -> Result:

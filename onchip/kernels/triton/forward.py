@@ -41,6 +41,7 @@ from onchip.kernels.triton.tile import (
     LN2,
     LOG2E,
     Band,
+    CapturedElements,
     Dropout,
     MaskLists,
     ScoreMods,
@@ -60,6 +61,7 @@ from onchip.kernels.triton.tile import (
     load_tile,
     locate_program,
     max_logit,
+    modify_scores,
     result_ptr,
     row_offset,
     store_tile,
@@ -78,9 +80,11 @@ def forward_kernel(
     stride_mask_h, stride_stats,
     num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, keep_below,
     keep_scale, first_head, num_tiles,
+    captured_ptr, captured_ints_ptr, size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7,
+    size_8, size_9, size_10, size_11,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
     ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
+    TILE_N: tl.constexpr, SCORE_MOD: tl.constexpr,
 ):  # fmt: skip
     """out, lse and statistics of TILE_M queries of one head."""
     tile, h, b = locate_program(num_tiles, num_heads, right is not None)
@@ -97,6 +101,11 @@ def forward_kernel(
     plane = head_offset(b, h, stride_bias_b, stride_bias_h)
     positions = TokenPositions(positions_q_ptr, positions_k_ptr, total_q)
     score = ScoreMods(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, positions)
+    sizes = (
+        size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7, size_8, size_9, size_10,
+        size_11,
+    )  # fmt: skip
+    captured = CapturedElements(b, first_head + h, captured_ptr, captured_ints_ptr, sizes)
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
     dropout = Dropout(seed, keep_below, b, first_head + h, positions)
     unit = scale_log2 if LINEAR else 1.0
@@ -117,6 +126,7 @@ def forward_kernel(
         v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
         s = dot(q, tl.trans(k), None)
         s, _ = apply_score_mods(score, s, at, i, (n + keys)[None, :], LINEAR)
+        s, _ = modify_scores(captured, s, i, (n + keys)[None, :], SCORE_MOD)
         keep = (
             draw_keep_mask(dropout, at, rows, n, TILE_M, TILE_N, False)
             if seed is not None
@@ -129,6 +139,7 @@ def forward_kernel(
         v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
         s = dot(q, tl.trans(k), None)
         s, _ = apply_score_mods(score, s, at, i, (n + keys)[None, :], LINEAR)
+        s, _ = modify_scores(captured, s, i, (n + keys)[None, :], SCORE_MOD)
         inside = (n + keys < at.seqlen_k)[None, :]
         seen = is_visible(at, band, lists, bits, i, (n + keys)[None, :], n, inside, TILE_N)
         s = tl.where(seen, s, float("-inf"))
@@ -183,7 +194,8 @@ def forward(problem: Problem, x: Tensors) -> Result:
         _forward_kernel[(grid,)](
             *args.tensors, *args.rows, make_contiguous(x.sinks), out, lse, stats,
             *args.strides, *args.row_strides, lse.numel(),
-            *args.scalars, num_tiles,
-            *args.dims, TILE_M=config.tile_m, TILE_N=config.tile_n, **launch_options(config),
+            *args.scalars, num_tiles, *args.captured,
+            *args.dims, TILE_M=config.tile_m, TILE_N=config.tile_n, SCORE_MOD=args.score_mod,
+            **launch_options(config),
         )  # fmt: skip
     return Result(out, lse, stats if stats is None else Stats(*stats))

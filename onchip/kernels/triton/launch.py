@@ -10,6 +10,9 @@ from torch import Tensor
 from onchip.core.device import DeviceInfo, device_info
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.tiles import TRITON_COLUMNS, TritonConfig, TritonUse, triton_config
+from onchip.kernels.triton.indices import MAX_SIZES
+from onchip.kernels.triton.score_mod import score_function
+from onchip.score_mods.expression import from_text
 
 # Arguments that change with the lengths of a call. Triton must not compile a variant for a value of
 # 1 or a multiple of 16.
@@ -17,7 +20,7 @@ LENGTHS = (
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb",
     "stride_vs", "stride_vh", "stride_slopes", "stride_bias_b", "stride_bias_h", "stride_bias_q",
     "stride_mask_b", "stride_mask_h", "stride_stats", "total_q", "total_k", "num_tiles", "left",
-    "right", "keep_below", "first_head",
+    "right", "keep_below", "first_head", *(f"size_{i}" for i in range(MAX_SIZES)),
 )  # fmt: skip
 
 LOG2E = 1.4426950408889634
@@ -25,6 +28,7 @@ FAR = 1 << 30  # a larger window side sees everything, and i + FAR still fits in
 ALIGN = 8  # elements: 16 bytes of 16-bit numbers, the widest load
 MIN_E4M3 = (8, 9)  # the first compute capability with this type
 WIDE = 1 << 24  # from this row stride on, offsets inside a tile could exceed 2^31
+_NO_CAPTURED = (None,) * (2 + MAX_SIZES)
 
 
 class LaunchArgs(NamedTuple):
@@ -37,6 +41,8 @@ class LaunchArgs(NamedTuple):
     row_strides: tuple[Any, ...]  # (batch, head) strides of the row lists
     col_strides: tuple[Any, ...]
     scalars: tuple[Any, ...]
+    captured: tuple[Any, ...]  # floats and integers of score_mod, and the sizes of its tensors
+    score_mod: Any  # a device function, or None
     dims: tuple[Any, ...]  # HEAD_DIM, HEAD_DIM_V, LINEAR, ALIGN, PAD_DIM, PAD_DIM_V
     use: TritonUse
 
@@ -63,6 +69,8 @@ class LaunchArgs(NamedTuple):
             row_strides,
             col_strides,
             _scalars(problem, q, k),
+            _captured(problem, x),
+            None if problem.score_mod is None else score_function(problem.score_mod),
             dims,
             _tile_use(problem, dims, device),
         )
@@ -171,6 +179,14 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor) -> tuple:
     )
 
 
+def _captured(problem: Problem, x: Tensors) -> tuple:
+    if problem.score_mod is None:
+        return _NO_CAPTURED
+    sizes = [n for captured in from_text(problem.score_mod).captured for n in captured.sizes]
+    missing = (None,) * (MAX_SIZES - len(sizes))
+    return make_contiguous(x.captured), make_contiguous(x.captured_ints), *sizes, *missing
+
+
 def _max_keys(problem: Problem, k: Tensor) -> int:
     """The most keys that a sequence can have: the rows of k, or the capacity of its page table."""
     if problem.page_size:
@@ -180,6 +196,7 @@ def _max_keys(problem: Problem, k: Tensor) -> int:
 
 def _dims(problem: Problem, align: int) -> tuple[int, int, bool, int, int, int]:
     unmodified = not (problem.softcap or problem.has_alibi or problem.has_bias)
+    unmodified = unmodified and problem.score_mod is None
     linear = unmodified and problem.softmax_scale > 1e-30
     d, d_v = problem.head_dim, problem.head_dim_v
     if problem.page_dtype is None:

@@ -99,6 +99,18 @@ class ScoreMods(NamedTuple):
     positions: TokenPositions
 
 
+class CapturedElements(NamedTuple):
+    """What score_mod gets beside scores and their positions: the batch entry (packed: the sequence)
+    and head, the elements of its tensors, and the sizes of these tensors. See score_mod.py.
+    """
+
+    b: tl.tensor
+    h: tl.tensor
+    floats: tl.tensor
+    integers: tl.tensor
+    sizes: tl.tensor
+
+
 class Dropout(NamedTuple):
     """A probability is kept if its u32 of Philox is below `threshold`; seed is None without
     dropout.
@@ -478,6 +490,27 @@ def _apply_softcap(score, x):
     else:
         t = tanh(x * (score.scale_log2 * LN2 / score.softcap))
         return t * (score.softcap * LOG2E), 1.0 - t * t
+
+
+@triton.jit
+def modify_scores(captured, s, i, j, SCORE_MOD: tl.constexpr):
+    """score_mod of scores in log2 units, and its derivative, which is 1 without score_mod."""
+    if SCORE_MOD is None:
+        return s, 1.0
+    else:
+        floats, integers, sizes = captured.floats, captured.integers, captured.sizes
+        score = s * LN2
+        score, by_score = SCORE_MOD(score, captured.b, captured.h, i, j, floats, integers, sizes)
+        return score * LOG2E, by_score
+
+
+@triton.jit
+def times_derivative(ds, derivative, SCORE_MOD: tl.constexpr):
+    """ds times a derivative of score_mod. A hidden cell has no share, even if it is infinite."""
+    if SCORE_MOD is None:
+        return ds
+    else:
+        return tl.where(ds == 0, 0.0, ds * derivative)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 compiled for it. Real calls and kernels; nothing is compiled.
 """
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from onchip import masks
 from onchip.core.problem import Options, Tensors
 from onchip.core.validation import describe
 from onchip.kernels.runtime.launcher import CachedLauncher
+from onchip.score_mods import trace
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -23,10 +25,11 @@ if triton.knobs.runtime.interpret:
 
 from onchip.kernels.hopper import launch, launch_backward, launch_backward_split  # noqa: E402
 from onchip.kernels.hopper.tensors import Descriptor, TensorDescriptor  # noqa: E402
-from onchip.kernels.triton import backward, bias, decode, forward  # noqa: E402
+from onchip.kernels.triton import backward, bias, captured, decode, forward  # noqa: E402
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
-MODULES = (launch, launch_backward, launch_backward_split, forward, backward, bias, decode)
+MODULES = (launch, launch_backward, launch_backward_split, forward, backward, bias)
+MODULES += (captured, decode)
 KERNELS = {
     "hopper": (launch.forward, launch_backward.backward),
     "triton": (forward.forward, backward.backward),
@@ -105,6 +108,11 @@ def calls():
         yield {"head_dim": head_dim}, {"wide_grads": True}
     for tensor in (sinks, shifted(sinks), sinks.bfloat16()):
         yield {}, {"sinks": tensor}
+    for factor, table in itertools.product(
+        (2.0, 3.0), (torch.rand(399), torch.rand(7, 399)[0, 1:])
+    ):
+        function = lambda s, b, h, q, k, f=factor, t=table: s * f + t[q - k] + t[h]
+        yield {}, {"options": Options(score_mod=trace(function).text), "captured": table}
     yield {"seqlen": 400}, {"mask": mask(400)}
     for tensor in (cu, shifted(cu)):
         yield {}, {"cu_seqlens_q": tensor, "cu_seqlens_k": cu}

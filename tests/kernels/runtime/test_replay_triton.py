@@ -14,6 +14,7 @@ from onchip.core import call_cache, torch_op
 from onchip.core.device import DeviceInfo
 from onchip.kernels.runtime import raw_launch, replay
 from onchip.kernels.runtime.launcher import CachedLauncher
+from onchip.score_mods import trace
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -27,7 +28,7 @@ if triton.knobs.runtime.interpret:
 
 from onchip.kernels.hopper import launch as hopper  # noqa: E402
 from onchip.kernels.hopper import launch_backward, launch_backward_split, launch_decode  # noqa: E402
-from onchip.kernels.triton import backward, bias, decode, forward, launch  # noqa: E402
+from onchip.kernels.triton import backward, bias, captured, decode, forward, launch  # noqa: E402
 
 MODULES = (
     hopper,
@@ -36,6 +37,7 @@ MODULES = (
     launch_backward_split,
     backward,
     bias,
+    captured,
     decode,
     forward,
 )
@@ -160,6 +162,13 @@ def paged(seqlen_q=1, batch=3, **options):
     return onchip.paged_attention, (q, *pages, table, lengths), options
 
 
+IDS = torch.arange(204) // 50
+
+
+def _documents(s, b, h, q, k):
+    return torch.where(IDS[q] == IDS[k], s, -float("inf"))
+
+
 CALLS = {
     "dense": dense(),
     "causal, many tiles": dense(n=1999, causal=True),
@@ -169,6 +178,7 @@ CALLS = {
     "wide": dense(out_dtype=torch.float32),
     "portable": dense(kernel="triton"),
     "portable, bias": dense(kernel="triton", bias=torch.randn(1, 4, 1, 204)),
+    "portable, score_mod": dense(kernel="triton", score_mod=trace(_documents)),
     "portable, dropout": dense(kernel="triton", dropout_p=0.1, dropout_seed=torch.tensor(5)),
     "one query": dense(n=1),
     "packed": packed(causal=True),
