@@ -98,13 +98,13 @@ class _Source:
         self.wide: set[int] = set()  # integers of 64 bits
 
     def _depend(self, stack: list[int]) -> set[int]:
-        found: set[int] = set()
+        needed: set[int] = set()
         while stack:
             number = stack.pop()
-            if number not in found:
-                found.add(number)
+            if number not in needed:
+                needed.add(number)
                 stack += self.expression.operations[number].args
-        return found
+        return needed
 
     def write(self, outputs: list[str]) -> str:
         lines = ["@triton.jit", "def score_mod(score, b, h, q, k, floats, integers, sizes):"]
