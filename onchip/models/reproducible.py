@@ -56,6 +56,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _FixedOrderProduct(torch.autograd.Function):
+    """The backward is torch operations, so it has derivatives of its own."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(x, weight)
@@ -64,7 +66,6 @@ class _FixedOrderProduct(torch.autograd.Function):
         return out[: x.shape[:-1].numel()].view(*x.shape[:-1], len(weight))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad

@@ -95,6 +95,20 @@ def test_gradients_are_those_of_the_default():
         torch.testing.assert_close(ours, usual, rtol=0, atol=1e-12)
 
 
+def test_a_product_has_second_derivatives():
+    """Also where the gradient that comes in is a constant."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (40, 3))
+    leaves = [t.requires_grad_() for t in (x, w)]
+
+    def penalties(product):
+        (dx,) = torch.autograd.grad(product(x, w).sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.pow(2).sum() + product(x, w).pow(3).sum(), leaves)
+
+    for a, b in zip(penalties(multiply), penalties(F.linear), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("inner, outer", [(8, 16), (333, 77), (1024, 1030)])
