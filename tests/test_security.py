@@ -10,8 +10,9 @@ import onchip
 PACKAGE = Path(onchip.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-# Compiles constructors from the fields of the package's own classes.
-MAKES_CODE = "kernels/hopper/aggregate.py"
+# Compile constructors from the fields of the package's own classes, and device functions from the
+# operations of a traced score_mod: names of a table, and numbers.
+MAKE_CODE = {"kernels/hopper/aggregate.py", "kernels/triton/score_mod.py"}
 
 
 def name(path):
@@ -45,7 +46,7 @@ def test_no_pickle_is_imported(nodes):
 
 
 def test_nothing_is_evaluated(nodes):
-    outside = {file: inside for file, inside in nodes.items() if file != MAKES_CODE}
+    outside = {file: inside for file, inside in nodes.items() if file not in MAKE_CODE}
     assert not found(outside, ast.Call, lambda node: called(node) in ("eval", "exec", "compile"))
     assert not found(nodes, ast.Call, lambda node: called(node) in ("eval", "torch.load"))
 

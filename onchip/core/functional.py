@@ -33,7 +33,7 @@ from onchip.cost.prefixes import costs
 from onchip.fold import cascade, offload
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.deferred import DeferredMask, DeferredRule
-from onchip.score_mods.trace import ScoreFunction, ScoreMod, trace_for_call
+from onchip.score_mods.tracing import ScoreFunction, ScoreMod, trace_for_call
 
 UNBOUNDED: Window = (None, None)
 Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Stats] | tuple[Tensor, Tensor, Stats]

@@ -13,7 +13,7 @@ from torch import Tensor
 from onchip.core.problem import Window
 from onchip.fold.cascade import CascadePlan
 from onchip.masks.mods import MaskLike
-from onchip.score_mods.trace import ScoreFunction, ScoreMod
+from onchip.score_mods.tracing import ScoreFunction, ScoreMod
 
 # The values of return_lse and its like, which overloads distinguish.
 Yes = Literal[True]

@@ -47,7 +47,8 @@ def reproducible_rows(enabled: bool = True) -> Iterator[None]:
 
 
 def is_reproducible() -> bool:
-    return _is_on.get()
+    """Whether the mode is on. It never is in a compiled graph: `order_check.check_mode` refuses."""
+    return not torch.compiler.is_compiling() and _is_on.get()
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -70,9 +70,9 @@ class Evaluator:
         floats: Tensor | None,
         integers: Tensor | None,
     ):
-        self.expression = expression
+        self.expression: Expression = expression
         self.cells = cells
-        self.wide = score.dtype
+        self.wide: torch.dtype = score.dtype
         self.score = score
         self.floats = floats
         self.integers = integers

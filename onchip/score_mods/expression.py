@@ -11,7 +11,7 @@ an argument of a torch op and a key of a cache.
 Every operation has a kind: "f" (a float in the precision of the softmax), "i" (an integer) or "b"
 (a bool). The two operands of an operation have the same kind: `Builder` inserts conversions by
 torch's rules of promotion. Integers and bools that a function captures are integers of one tensor,
-its floats are elements of another (`flatten` in trace.py).
+its floats are elements of another (`ScoreMod.flatten`).
 """
 
 import math

@@ -31,8 +31,8 @@ class ModifiedTile:
     def __init__(self, text: str, x: Tensors, score: Tensor, cells: Cells):
         expression = from_text(text)
         self.text = text
-        self.evaluator = Evaluator(expression, score, cells, x.captured, x.captured_ints)
-        self.result = len(expression.operations) - 1
+        self.evaluator: Evaluator = Evaluator(expression, score, cells, x.captured, x.captured_ints)
+        self.result: int = len(expression.operations) - 1
 
     def scores(self) -> Tensor:
         """The result for every cell. autograd differentiates it, if it records."""

@@ -203,7 +203,7 @@ def test_vmap_of_jvp():
 
 
 def test_the_options_are_those_of_the_cpu():
-    assert TANGENT_OPTIONS == cpu_tangent.OPTIONS
+    assert cpu_tangent.OPTIONS - {"score_mod"} == TANGENT_OPTIONS  # which the CPU serves alone
     assert TRITON.options > TANGENT_OPTIONS
 
 

@@ -117,12 +117,12 @@ class _Tracer:
     """The operations of a trace, and the tensors that it indexes."""
 
     def __init__(self) -> None:
-        self.builder = Builder()
+        self.builder: Builder = Builder()
         self.tensors: list[Tensor] = []
         self.captured: list[Captured] = []
         self.computed: dict[int, Tensor] = {}  # by storage: tensors that the function computed
         self.constants: dict[int, Tensor] = {}  # by id: tensors that it made of numbers
-        self.reads_values = False  # of a captured tensor, as Python numbers
+        self.reads_values: bool = False  # of a captured tensor, as Python numbers
 
     def number(self, x: Any) -> int:
         """The operation of an operand: a symbol, a number or a tensor of one element."""
@@ -215,9 +215,11 @@ class _IndexMode(TorchFunctionMode):
         super().__init__()
         self.tracer = tracer
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         if func is Tensor.__getitem__ and _has_symbol(args[1]):
-            return Element(self.tracer, args[0]).__getitem__(args[1])
+            return Element(self.tracer, args[0])[args[1]]
         result = func(*args, **(kwargs or {}))
         self.tracer.note(func, _leaves((*args, *(kwargs or {}).values())), result)
         return result
@@ -252,16 +254,18 @@ class _Traced:
     __round__ = __floor__ = __ceil__ = __trunc__ = _refuse_number
     __hash__ = object.__hash__
 
-    def __array_ufunc__(self, ufunc, method, *args, **kwargs):
+    def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         """numpy's functions, such as the product of a number of numpy and a symbol."""
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
         return _call(self.tracer, name, args, kwargs)
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         operands = _leaves((*args, *(kwargs or {}).values()))
         tracer = next(x.tracer for x in operands if isinstance(x, _Traced))
-        return _call(tracer, _name(func), args, kwargs or {})
+        return _call(tracer, _name(func), tuple(args), kwargs or {})
 
 
 class Symbol(_Traced):
@@ -269,8 +273,8 @@ class Symbol(_Traced):
     device are those with which the function may make constants.
     """
 
-    shape = torch.Size(())
-    device = torch.device("cpu")
+    shape: torch.Size = torch.Size(())
+    device: torch.device = torch.device("cpu")
 
     def __init__(self, tracer: _Tracer, operation: int, narrow: torch.dtype | None = None):
         self.tracer = tracer
@@ -280,7 +284,11 @@ class Symbol(_Traced):
     def __getitem__(self, index: Any) -> NoReturn:
         raise UnsupportedError("score_mod indexes a value that it computes, which is one number")
 
-    __iter__ = __len__ = lambda self: self[0]  # refused, too
+    def __len__(self) -> int:
+        return self[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self[0]
 
     @property
     def dtype(self) -> torch.dtype:
