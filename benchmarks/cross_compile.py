@@ -122,12 +122,14 @@ def attend(dtype: torch.dtype, sizes: dict, options: dict, with_backward: bool =
         backward(problem, x, out, lse, out, None)
 
 
-def differentiate(dtype: torch.dtype, sizes: dict, options: dict) -> None:
-    """The tangents of one call in the direction of all its inputs, and the gradients of these
+def differentiate(
+    dtype: torch.dtype, sizes: dict, options: dict, of: tuple[str, ...] = Tangents._fields
+) -> None:
+    """The tangents of one call in the direction of its inputs `of`, and the gradients of these
     tangents. Options as in `attend`.
     """
     problem, x = _make_call(dtype, sizes, options)
-    dx = Tangents(x.q, x.k, x.v, x.alibi_slopes, x.bias, x.sinks)
+    dx = Tangents(**{name: getattr(x, name) for name in of})
     dout, dlse = tangents(problem, x, dx)
     tangent_gradients(problem, x, dx, dout, dlse)
 

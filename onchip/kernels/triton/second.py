@@ -116,8 +116,10 @@ def second_dkdv_kernel(
             full_offsets_ptr, full_indices_ptr, partial_offsets_ptr, partial_indices_ptr,
             partial_tiles_ptr, tiles_ptr, b * stride_mask_b + h * stride_mask_h,
         )  # fmt: skip
-        slope = load_slope(slopes_ptr, b, h, stride_slopes)
-        t_slope = load_slope(t_slopes_ptr, b, h, stride_t_slopes)
+        slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
+        t_slope = (
+            tl.load(t_slopes_ptr + b * stride_t_slopes + h) if t_slopes_ptr is not None else None
+        )
         plane = head_offset(b, h, stride_bias_b, stride_bias_h)
         score = ScoreMods(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, positions)
         plane = head_offset(b, h, stride_t_bias_b, stride_t_bias_h)
@@ -138,11 +140,13 @@ def second_dkdv_kernel(
             lse, t_lse, delta, phi = load_row_numbers(
                 rows_h, stride_rows, m, at.seqlen_q, TILE_M, False
             )
-            x, t_x = dot(k, tl.trans(q), None), product_tangent(k, t_k, q, t_q)
+            x = dot(k, tl.trans(q), None)
+            t_x = product_tangent(k, t_k, q, t_q)
             s, softcap_grad = apply_score_mods(score, x, at, i, j, LINEAR)
             p = tl.exp2(s * unit - lse[None, :])
             ds = score_tangent(t_score, t_x, softcap_grad, p, at, i, j)
-            dp, h_dout = dot(v, tl.trans(do), None), value_tangent(t_v, do)
+            dp = dot(v, tl.trans(do), None)
+            h_dout = value_tangent(t_v, do)
             pr, grad_s, grad_ds = second_gradients(
                 p, ds, dp, h_dout, t_lse[None, :], delta[None, :], phi[None, :]
             )
@@ -160,13 +164,15 @@ def second_dkdv_kernel(
             lse, t_lse, delta, phi = load_row_numbers(
                 rows_h, stride_rows, m, at.seqlen_q, TILE_M, True
             )
-            x, t_x = dot(k, tl.trans(q), None), product_tangent(k, t_k, q, t_q)
+            x = dot(k, tl.trans(q), None)
+            t_x = product_tangent(k, t_k, q, t_q)
             s, softcap_grad = apply_score_mods(score, x, at, i, j, LINEAR)
             inside = (m + queries < at.seqlen_q)[None, :]
             seen = is_visible(at, band, lists, bits, i, j, n0, inside, TILE_N)
             p = tl.exp2(tl.where(seen, s * unit, float("-inf")) - lse[None, :])
             ds = score_tangent(t_score, t_x, softcap_grad, p, at, i, j)
-            dp, h_dout = dot(v, tl.trans(do), None), value_tangent(t_v, do)
+            dp = dot(v, tl.trans(do), None)
+            h_dout = value_tangent(t_v, do)
             pr, grad_s, grad_ds = second_gradients(
                 p, ds, dp, h_dout, t_lse[None, :], delta[None, :], phi[None, :]
             )
@@ -209,8 +215,8 @@ def second_dq_kernel(
         partial_tiles_ptr, tiles_ptr, b * stride_mask_b + h * stride_mask_h,
     )  # fmt: skip
     positions = TokenPositions(None, None, total_q)
-    slope = load_slope(slopes_ptr, b, h, stride_slopes)
-    t_slope = load_slope(t_slopes_ptr, b, h, stride_t_slopes)
+    slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
+    t_slope = tl.load(t_slopes_ptr + b * stride_t_slopes + h) if t_slopes_ptr is not None else None
     plane = head_offset(b, h, stride_bias_b, stride_bias_h)
     score = ScoreMods(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, positions)
     plane = head_offset(b, h, stride_t_bias_b, stride_t_bias_h)
@@ -244,11 +250,13 @@ def second_dq_kernel(
         t_k = load_tangent(t_k_ptr, n, at.seqlen_k, row_t, HEAD_DIM, TILE_N, PAD_DIM, False)
         v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
         t_v = load_tangent(t_v_ptr, n, at.seqlen_k, row_t_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
-        x, t_x = dot(q, tl.trans(k), None), product_tangent(q, t_q, k, t_k)
+        x = dot(q, tl.trans(k), None)
+        t_x = product_tangent(q, t_q, k, t_k)
         s, softcap_grad = apply_score_mods(score, x, at, i, j, LINEAR)
         p = tl.exp2(s * unit - lse[:, None])
         ds = score_tangent(t_score, t_x, softcap_grad, p, at, i, j)
-        dp, h_dout = dot(do, tl.trans(v), None), value_tangent(do, t_v)
+        dp = dot(do, tl.trans(v), None)
+        h_dout = value_tangent(do, t_v)
         _, grad_s, grad_ds = second_gradients(
             p, ds, dp, h_dout, t_lse[:, None], delta[:, None], phi[:, None]
         )
@@ -263,13 +271,15 @@ def second_dq_kernel(
         t_k = load_tangent(t_k_ptr, n, at.seqlen_k, row_t, HEAD_DIM, TILE_N, PAD_DIM, True)
         v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
         t_v = load_tangent(t_v_ptr, n, at.seqlen_k, row_t_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
-        x, t_x = dot(q, tl.trans(k), None), product_tangent(q, t_q, k, t_k)
+        x = dot(q, tl.trans(k), None)
+        t_x = product_tangent(q, t_q, k, t_k)
         s, softcap_grad = apply_score_mods(score, x, at, i, j, LINEAR)
         inside = (n + keys < at.seqlen_k)[None, :]
         seen = is_visible(at, band, lists, bits, i, j, n, inside, TILE_N)
         p = tl.exp2(tl.where(seen, s * unit, float("-inf")) - lse[:, None])
         ds = score_tangent(t_score, t_x, softcap_grad, p, at, i, j)
-        dp, h_dout = dot(do, tl.trans(v), None), value_tangent(do, t_v)
+        dp = dot(do, tl.trans(v), None)
+        h_dout = value_tangent(do, t_v)
         _, grad_s, grad_ds = second_gradients(
             p, ds, dp, h_dout, t_lse[:, None], delta[:, None], phi[:, None]
         )
@@ -326,8 +336,12 @@ def second_dbias_kernel(
         )  # fmt: skip
         bits = find_block_bits(lists, m0 // BLOCK, n0 // BLOCK)
         if crosses_band(at, band, m0, n0, TILE_M, TILE_N) & (bits != EMPTY):
-            slope = load_slope(slopes_ptr, b, h, stride_slopes)
-            t_slope = load_slope(t_slopes_ptr, b, h, stride_t_slopes)
+            slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
+            t_slope = (
+                tl.load(t_slopes_ptr + b * stride_t_slopes + h)
+                if t_slopes_ptr is not None
+                else None
+            )
             plane = head_offset(b, h, stride_bias_b, stride_bias_h)
             score = ScoreMods(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, positions)
             plane = head_offset(b, h, stride_t_bias_b, stride_t_bias_h)
@@ -355,13 +369,15 @@ def second_dbias_kernel(
             )  # fmt: skip
             rows = m0 + tl.arange(0, TILE_M)
             i, j = rows[:, None], keys[None, :]
-            x, t_x = dot(q, tl.trans(k), None), product_tangent(q, t_q, k, t_k)
+            x = dot(q, tl.trans(k), None)
+            t_x = product_tangent(q, t_q, k, t_k)
             s, softcap_grad = apply_score_mods(score, x, at, i, j, LINEAR)
             inside = (rows < total_q)[:, None] & (keys < total_k)[None, :]
             seen = is_visible(at, band, lists, bits, i, j, n0, inside, TILE_N)
             p = tl.exp2(tl.where(seen, s * unit, float("-inf")) - lse[:, None])
             ds = score_tangent(t_score, t_x, softcap_grad, p, at, i, j)
-            dp, h_dout = dot(do, tl.trans(v), None), value_tangent(do, t_v)
+            dp = dot(do, tl.trans(v), None)
+            h_dout = value_tangent(do, t_v)
             _, grad_s, _ = second_gradients(
                 p, ds, dp, h_dout, t_lse[:, None], delta[:, None], phi[:, None]
             )
@@ -375,15 +391,6 @@ def second_dbias_kernel(
         tl.store(cells, dbias, mask=(rows < total_q)[:, None] & (keys < total_k)[None, :])
     else:
         tl.store(parts_ptr + plane * total_k + keys, tl.sum(dbias, 0), mask=keys < total_k)
-
-
-@triton.jit
-def load_slope(slopes_ptr, b, h, stride):
-    """The slope of a batch entry and head; None if there is none."""
-    if slopes_ptr is None:
-        return None
-    else:
-        return tl.load(slopes_ptr + b * stride + h)
 
 
 @triton.jit
@@ -402,7 +409,7 @@ def load_row_numbers(rows_ptr, stride, row, num_rows, TILE: tl.constexpr, RAGGED
 def value_tangent(a, b):
     """h = dout . t_v of a tile, a b^T; None if t_v is None."""
     if a is None or b is None:
-        return None
+        return  # None, which Triton 3.6 refuses as a value
     else:
         return dot(a, tl.trans(b), None)
 

@@ -206,7 +206,7 @@ def tangent_kernel(
 def tangent_ptr(ptr, entry, start, head, total, num_heads, DIM: tl.constexpr):
     """result_ptr of a contiguous tangent; None if there is none."""
     if ptr is None:
-        return None
+        return  # None, which Triton 3.6 refuses as a value
     else:
         return result_ptr(ptr, entry, start, head, total, num_heads, DIM)
 
@@ -218,7 +218,7 @@ def load_tangent(
 ):  # fmt: skip
     """load_tile of a tangent; None if there is none."""
     if ptr is None:
-        return None
+        return
     else:
         return load_tile(ptr, row, num_rows, stride, DIM, TILE, PAD, RAGGED)
 
@@ -227,7 +227,7 @@ def load_tangent(
 def product_tangent(q, t_q, k, t_k):
     """The tangent of q k^T, t_q k^T + q t_k^T; None if neither has one."""
     if t_q is None and t_k is None:
-        return None
+        return
     elif t_k is None:
         return dot(t_q, tl.trans(k), None)
     elif t_q is None:
@@ -242,7 +242,10 @@ def score_tangent(t_score, x, softcap_grad, p, at, i, j):
     t_score; None if there is none of these. They are linear: apply_score_mods has their formula.
     """
     if t_score.slope is None and t_score.bias is None:
-        return None if x is None else x * softcap_grad * (t_score.scale_log2 * LN2)
+        if x is None:
+            return
+        else:
+            return x * softcap_grad * (t_score.scale_log2 * LN2)
     else:
         x = tl.zeros_like(p) if x is None else x * softcap_grad
         ds, _ = apply_score_mods(t_score, x, at, i, j, False)

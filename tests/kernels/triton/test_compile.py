@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import footprint
+from onchip.core.backend import Tangents
 from onchip.kernels.tiles import TritonConfig
 
 triton = pytest.importorskip("triton")
@@ -204,6 +205,20 @@ def test_tangents_compile_within_the_chip(launches, arch, sizes, options, names)
         assert body and spilled <= allowed, f"{name}: {spilled} of {len(body)}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [("q",), ("k",), ("v",), ("alibi_slopes",), ("bias", "sinks")])
+def test_an_absent_tangent_generates_no_code(launches, of):
+    """Triton 3.6 allows None in fewer places than 3.9."""
+    lengths = []
+    for inputs in (of, Tangents._fields[:6]):
+        with as_if_on("sm_90"):
+            differentiate(BF16, D64, SCORES, inputs)
+        compiled = (compile_launch(x, "sm_90") for x in launches if x.name in TANGENT + SECOND)
+        lengths.append(sum(len(c.asm["ptx"]) for c in compiled))
+        launches.clear()
+    assert lengths[0] < lengths[1]
+
+
 def test_writes_and_copies_move_sixteen_bytes_at_a_time(launches):
     from onchip.kernels.llm import kv_write
 
@@ -371,7 +386,10 @@ def test_experts_do_not_spill(launches, arch, tokens, dtype, name):
         compiled = compile_launch(launch, arch)
         resources = read_resources(compiled)
         assert resources.registers * resources.threads <= 65_536
-        assert resources.spills <= (32 if name == "odd" else 0)
+        if resources.spills and name != "odd":  # Triton 3.6: twice at the end of down_kernel
+            body = _hot_loop(disassemble(compiled))
+            assert body and not any(n.startswith(("STL", "LDL")) for n in body)
+        assert resources.spills <= (32 if name == "odd" else 2)
         assert resources.shared_bytes <= SHARED_BYTES[arch]
         if "ptx" not in compiled.asm or launch.name not in ("up_kernel", "down_kernel"):
             continue
