@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from onchip.core.problem import UnsupportedError
-from onchip.score_mods.expression import Builder, Kind
+from onchip.score_mods.expression import FLOAT_FUNCTIONS, Builder, Kind
 
 
 class Trace(Protocol):
@@ -168,42 +168,37 @@ _KINDS_OF_TYPES = {
     **dict.fromkeys((torch.int64, torch.int32, int), "i"),
     **dict.fromkeys((torch.bool, bool), "b"),
 }
-_ONE_OPERAND = frozenset(
-    (
-        *("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "erf"),
-        *("floor", "ceil", "trunc", "round", "neg", "abs", "sign", "not"),
-    )
-)
+_ONE_OPERAND = FLOAT_FUNCTIONS | {"neg", "abs", "sign", "not"}
 # Functions of torch and methods of tensors by name, without underscores.
 FUNCTIONS: dict[str, Function] = {
     **{name: _apply(name) for name in _ONE_OPERAND - {"not"}},
     **{name: _apply(name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor")},
     **{name: _apply(name) for name in ("mul", "pow", "mod", "floordiv")},
-    **dict.fromkeys(("power",), _apply("pow")),
-    **dict.fromkeys(("add",), _add("add")),
+    "power": _apply("pow"),
+    "add": _add("add"),
     **dict.fromkeys(("sub", "subtract"), _add("sub")),
-    **dict.fromkeys(("rsub",), lambda x, a, b: _add("sub")(x, b, a)),
-    **dict.fromkeys(("multiply",), _apply("mul")),
+    "rsub": lambda x, a, b: _add("sub")(x, b, a),
+    "multiply": _apply("mul"),
     **dict.fromkeys(("div", "divide", "true_divide", "truediv"), _div),
-    **dict.fromkeys(("remainder",), _apply("mod")),
-    **dict.fromkeys(("floor_divide",), _apply("floordiv")),
+    "remainder": _apply("mod"),
+    "floor_divide": _apply("floordiv"),
     **dict.fromkeys(("maximum", "max"), _apply("max")),
     **dict.fromkeys(("minimum", "min"), _apply("min")),
-    **dict.fromkeys(("absolute",), _apply("abs")),
-    **dict.fromkeys(("negative",), _apply("neg")),
-    **dict.fromkeys(("expit",), _apply("sigmoid")),
-    **dict.fromkeys(("fix",), _apply("trunc")),
+    "absolute": _apply("abs"),
+    "negative": _apply("neg"),
+    "expit": _apply("sigmoid"),
+    "fix": _apply("trunc"),
     **dict.fromkeys(("invert", "bitwise_not"), _apply("not")),
-    **dict.fromkeys(("bitwise_and",), _apply("and")),
-    **dict.fromkeys(("bitwise_or",), _apply("or")),
-    **dict.fromkeys(("bitwise_xor",), _apply("xor")),
+    "bitwise_and": _apply("and"),
+    "bitwise_or": _apply("or"),
+    "bitwise_xor": _apply("xor"),
     **dict.fromkeys(("lshift", "bitwise_left_shift"), _apply("shl")),
     **dict.fromkeys(("rshift", "bitwise_right_shift"), _apply("shr")),
-    **dict.fromkeys(("greater",), _apply("gt")),
-    **dict.fromkeys(("greater_equal",), _apply("ge")),
-    **dict.fromkeys(("less",), _apply("lt")),
-    **dict.fromkeys(("less_equal",), _apply("le")),
-    **dict.fromkeys(("not_equal",), _apply("ne")),
+    "greater": _apply("gt"),
+    "greater_equal": _apply("ge"),
+    "less": _apply("lt"),
+    "less_equal": _apply("le"),
+    "not_equal": _apply("ne"),
     "logical_and": _logical("and"),
     "logical_or": _logical("or"),
     "logical_xor": _logical("xor"),

@@ -55,6 +55,7 @@ from onchip.kernels.triton.tile import (
     result_ptr,
     row_offset,
     score_gradient,
+    split_digits,
     times_derivative,
 )
 
@@ -85,7 +86,7 @@ def dbias_kernel(
     row_q, row_k, row_v = stride_qs * ALIGN, stride_ks * ALIGN, stride_vs * ALIGN
     pid = tl.program_id(0)
     n0 = pid % num_tiles_k * TILE_N
-    tile, head, entry, part = _digits(pid // num_tiles_k, tiles, heads, entries)
+    tile, head, entry, part = split_digits(pid // num_tiles_k, tiles, heads, entries)
     band = Band(left, right)
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
     positions = TokenPositions(positions_q_ptr, positions_k_ptr, total_q)
@@ -98,7 +99,7 @@ def dbias_kernel(
     dbias = tl.zeros([TILE_M, TILE_N], tl.float32)
     stop = batch // entries * (num_heads // heads) * (num_tiles_q // tiles)
     for c in range(part * num_summed, tl.minimum((part + 1) * num_summed, stop)):
-        tile_c, h, b, rest = _digits(c, num_tiles_q // tiles, num_heads // heads, batch)
+        tile_c, h, b, rest = split_digits(c, num_tiles_q // tiles, num_heads // heads, batch)
         m0, h, b = (tile + tile_c) * TILE_M, head + h, entry + b
         at = load_sequence(cu_q_ptr, cu_k_ptr, total_q, total_k, b)
         lists = MaskLists(
@@ -149,12 +150,6 @@ def dbias_kernel(
         tl.store(cells, dbias, mask=(rows < total_q)[:, None] & (keys < total_k)[None, :])
     else:
         tl.store(parts_ptr + plane * total_k + keys, tl.sum(dbias, 0), mask=keys < total_k)
-
-
-@triton.jit
-def _digits(x, a, b, c):
-    """x in the mixed radix (a, b, c), lowest digit first, and the quotient."""
-    return x % a, x // a % b, x // a // b % c, x // a // b // c
 
 
 _dbias_kernel = CachedLauncher(dbias_kernel)

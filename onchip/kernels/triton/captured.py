@@ -58,6 +58,7 @@ from onchip.kernels.triton.tile import (
     result_ptr,
     row_offset,
     score_gradient,
+    split_digits,
     times_derivative,
 )
 from onchip.score_mods.derivative import first_derivatives
@@ -93,7 +94,7 @@ def dcaptured_kernel(
     row_q, row_k, row_v = stride_qs * ALIGN, stride_ks * ALIGN, stride_vs * ALIGN
     own = tl.program_id(0) // tiles_k
     tile_k = tl.program_id(0) % tiles_k
-    tile_q, head, entry, part = _digits(own, tiles_q, heads, entries)
+    tile_q, head, entry, part = split_digits(own, tiles_q, heads, entries)
     band = Band(left, right)
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
     positions = TokenPositions(positions_q_ptr, positions_k_ptr, total_q)
@@ -105,7 +106,7 @@ def dcaptured_kernel(
     summed_k, summed_q = num_tiles_k // tiles_k, num_tiles_q // tiles_q
     stop = batch // entries * (num_heads // heads) * summed_q * summed_k
     for c in range(part * num_summed, tl.minimum((part + 1) * num_summed, stop)):
-        tile_c, h, b, rest = _digits(c // summed_k, summed_q, num_heads // heads, batch)
+        tile_c, h, b, rest = split_digits(c // summed_k, summed_q, num_heads // heads, batch)
         m0, n0 = (tile_q + tile_c) * TILE_M, (tile_k + c % summed_k) * TILE_N
         h, b = head + h, entry + b
         at = load_sequence(cu_q_ptr, cu_k_ptr, total_q, total_k, b)
@@ -170,12 +171,6 @@ def dcaptured_kernel(
             tl.store(sums_ptr + plane * num_keys + keys, tl.sum(acc, 0), mask=keys < num_keys)
         else:
             tl.store(sums_ptr + plane, tl.sum(tl.sum(acc, 1), 0))
-
-
-@triton.jit
-def _digits(x, a, b, c):
-    """x in the mixed radix (a, b, c), lowest digit first, and the quotient."""
-    return x % a, x // a % b, x // a // b % c, x // a // b // c
 
 
 @triton.jit

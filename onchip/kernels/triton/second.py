@@ -28,7 +28,7 @@ from torch import Tensor
 from onchip.core.backend import Grads, Tangents, grad_dtype
 from onchip.core.problem import Problem, Tensors
 from onchip.kernels.runtime.launcher import CachedLauncher
-from onchip.kernels.triton.bias import _digits, split_sum
+from onchip.kernels.triton.bias import split_sum
 from onchip.kernels.triton.launch import LOG2E, LaunchArgs, launch_options
 from onchip.kernels.triton.tangent import (
     TANGENT_LENGTHS,
@@ -63,6 +63,7 @@ from onchip.kernels.triton.tile import (
     result_ptr,
     round_to,
     row_offset,
+    split_digits,
     store_tile,
     tanh,
     walk_tiles,
@@ -319,7 +320,7 @@ def second_dbias_kernel(
     row_t_q, row_do = num_heads * HEAD_DIM, num_heads * HEAD_DIM_V
     pid = tl.program_id(0)
     n0 = pid % num_tiles_k * TILE_N
-    tile, head, entry, part = _digits(pid // num_tiles_k, tiles, heads, entries)
+    tile, head, entry, part = split_digits(pid // num_tiles_k, tiles, heads, entries)
     band = Band(left, right)
     positions = TokenPositions(None, None, total_q)
     unit = scale_log2 if LINEAR else 1.0
@@ -327,7 +328,7 @@ def second_dbias_kernel(
     dbias = tl.zeros([TILE_M, TILE_N], tl.float32)
     stop = batch // entries * (num_heads // heads) * (num_tiles_q // tiles)
     for c in range(part * num_summed, tl.minimum((part + 1) * num_summed, stop)):
-        tile_c, h, b, rest = _digits(c, num_tiles_q // tiles, num_heads // heads, batch)
+        tile_c, h, b, rest = split_digits(c, num_tiles_q // tiles, num_heads // heads, batch)
         m0, h, b = (tile + tile_c) * TILE_M, head + h, entry + b
         at = load_sequence(cu_q_ptr, cu_k_ptr, total_q, total_k, b)
         lists = MaskLists(

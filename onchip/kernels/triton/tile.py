@@ -175,6 +175,12 @@ def locate_program(num_tiles, num_heads, LONGEST_FIRST: tl.constexpr):
 
 
 @triton.jit
+def split_digits(x, a, b, c):
+    """x in the mixed radix (a, b, c), lowest digit first, and the quotient."""
+    return x % a, x // a % b, x // a // b % c, x // a // b // c
+
+
+@triton.jit
 def load_sequence(cu_q_ptr, cu_k_ptr, total_q, total_k, b):
     """Sequence b. Offsets are clamped to the tensors: bad offsets give wrong rows, but no access
     out of bounds.
