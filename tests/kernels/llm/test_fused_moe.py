@@ -99,14 +99,25 @@ def activate(gate, up, name):
     return getattr(F, name.removesuffix("_tanh"))(gate, **how) * up
 
 
-def assert_rounded_alike(out, exact):
-    """The exact values, rounded. Now and then a sum in fp32 rounds an element of gate, up or a row
-    of the second product up instead of down.
+def sum_error(products, terms):
+    """Six standard deviations of what sums of so many products lose in fp32, whose additions each
+    lose up to 2^-24 of a partial sum.
+    """
+    return 6 * 2**-24 * terms**0.5 * float(products.square().mean().sqrt())
+
+
+def assert_rounded_alike(out, exact, slack):
+    """The exact values, rounded; in fp32 to within slack, which is what the sums may lose. Now and
+    then such a sum rounds an element of 16 bits up instead of down.
     """
     theirs = exact.to(out.dtype)
-    close = 1e-5 if out.dtype == FP32 else 4 * torch.finfo(out.dtype).eps
+    if out.dtype == FP32:
+        worst = ((out.double() - exact).abs() - 1e-6 * exact.abs() - slack).max().item()
+        assert worst <= 0, f"{worst:.1e} beyond what the sums may lose"
+        return
+    close = 4 * torch.finfo(out.dtype).eps
     torch.testing.assert_close(out, theirs, rtol=close, atol=close * float(theirs.abs().mean()))
-    assert out.dtype == FP32 or (out != theirs).sum() <= 2 + 0.03 * out.numel()
+    assert (out != theirs).sum() <= 2 + 0.03 * out.numel()
 
 
 def check(kernels, x, routing, layer, name="silu", shared=None):
@@ -114,15 +125,17 @@ def check(kernels, x, routing, layer, name="silu", shared=None):
     (chosen, weights), count = routing, layer.num_experts
     rows, out = compute(kernels, x, routing, layer, name, shared)
     flat = chosen.flatten()
-    gate, up = multiply(
-        x.repeat_interleave(chosen.shape[1], 0), flat, layer.up, layer.up_bias, count
-    ).chunk(2, 1)
-    assert_rounded_alike(rows, activate(gate, up, name))
+    gated = multiply(x.repeat_interleave(chosen.shape[1], 0), flat, layer.up, layer.up_bias, count)
+    gate, up = gated.chunk(2, 1)
+    # No activation here has a slope above 2, in either factor.
+    slack = 2 * sum_error(gated, x.shape[1]) * (1 + gate.abs() + up.abs())
+    assert_rounded_alike(rows, activate(gate, up, name), slack)
     each = multiply(rows, flat, layer.down, layer.down_bias, count).unflatten(0, chosen.shape)
     total = (each * weights[..., None].double()).sum(1)
+    slack = sum_error(each, rows.shape[1]) * weights.double().sum(1, keepdim=True) + 1e-6
     if shared is not None:
         total = total.to(x.dtype).double() + shared.double()
-    assert_rounded_alike(out, total)
+    assert_rounded_alike(out, total, slack)
 
 
 @interpreted_or_gpu
