@@ -15,7 +15,9 @@ two warpgroups have. So each of them owns half of the output's columns. The scor
 keys, and each warpgroup reads the probabilities of both. A key is copied to shared memory once, and
 read there as a key and as a value.
 
-The scores of tile i are computed while the values of tile i - 1 are accumulated, as in forward.py.
+The values of a tile are accumulated right after its scores, so that its stage is empty when the
+next tile is needed: while one tile is computed, the other is copied. (Were the scores of a tile
+computed under the values of the one before, as in forward.py, both stages would be in use.)
 Keys are split over programs by the plan of triton/splits.py, whose slots and records the programs
 fill: triton/merge.py merges them.
 
@@ -415,22 +417,14 @@ def consume(queries, stages, exchange, weights, out, lengths, unit, scale, kv_he
     queries.copy(unit, kv_head, C)
     sync_consumers()
     count = unit.end - unit.begin
-    if count > 0:
-        stages.low.wait_full(0)
-        s = warpgroup_mma_wait(0, deps=(start_scores(queries, stages, 0, C),))
-        m, l, alpha = fold_scores(lengths, unit, stages, exchange, weights, scale, s, m, l, 0,
+    for i in range(count):
+        stages.low.wait_full(i)
+        s = warpgroup_mma_wait(0, deps=(start_scores(queries, stages, i, C),))
+        m, l, alpha = fold_scores(lengths, unit, stages, exchange, weights, scale, s, m, l, i,
                                   GROUP, C)  # fmt: skip
-        for i in range(1, count):
-            stages.low.wait_full(i)
-            s_next = start_scores(queries, stages, i, C)
-            acc_next = start_values(stages, weights, acc, alpha, i - 1, C)
-            s = warpgroup_mma_wait(1, deps=(s_next,))
-            m, l, alpha = fold_scores(lengths, unit, stages, exchange, weights, scale, s, m, l, i,
-                                      GROUP, C)  # fmt: skip
-            acc = warpgroup_mma_wait(0, deps=(acc_next,))
-            stages.low.release(i - 1)
-        acc_next = start_values(stages, weights, acc, alpha, count - 1, C)
-        acc = warpgroup_mma_wait(0, deps=(acc_next,))
+        acc = start_values(stages, weights, acc, alpha, i, C)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        stages.low.release(i)
     l = reduce_lane_sums(l, S)
     l += exchange.swap(gl.maximum(count, 0), l, C)
     m = gl.convert_layout(m * scale.scale_log2, gl.SliceLayout(1, O))
