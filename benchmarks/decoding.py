@@ -141,7 +141,7 @@ THRESHOLDS = (
     Threshold("others beside a long request", select("beside"), at_least=0.9),
     Threshold(
         "experts, a step of 32, of the time of its bytes",
-        select("experts", kernel="onchip", batch=32),
+        select("experts", kernel="fused_moe", batch=32),
         at_least=0.5,
         measure=least("roofline_share"),
     ),

@@ -81,7 +81,7 @@ class ExecutionConfig:
     cascade: str = "off"
     prefill_precision: str | None = None
     fused_decode: bool = True
-    fused_experts: bool = False
+    fused_experts: bool = True
     reproducible: bool = False
 
 

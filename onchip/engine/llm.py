@@ -81,7 +81,7 @@ class LLM:
         disable_cascade_attn: bool = True,
         prefill_precision: str | None = None,
         fused_decode: bool = True,
-        fused_experts: bool = False,
+        fused_experts: bool = True,
         device: str | torch.device | None = None,
         num_pages: int | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,

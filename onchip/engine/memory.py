@@ -56,7 +56,7 @@ def device_pages(
     cascade: str = "off",
     prefill_precision: str | None = None,
     fused_decode: bool = True,
-    fused_experts: bool = False,
+    fused_experts: bool = True,
 ) -> int:
     """Pages for a cache: the part of `utilization` of a GPU's memory that is left, or a quarter of
     the free host memory, but never more than max_num_seqs sequences of max_model_len can fill.

@@ -131,7 +131,7 @@ class ModelRunner:
         prefill_precision: str | None = None,
         fused_decode: bool = True,
         drafts: TreeShape | None = None,
-        fused_experts: bool = False,
+        fused_experts: bool = True,
         is_reproducible: bool = False,
     ):
         self._is_reproducible = is_reproducible

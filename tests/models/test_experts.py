@@ -300,7 +300,7 @@ def test_the_option_reaches_the_experts_of_steps(monkeypatch, option):
     with LLM(made("mixtral"), max_model_len=64, num_pages=20, swap_space=0, **option) as llm:
         llm.generate([[1, 2, 3], [4]], SamplingParams(temperature=0, max_tokens=3))
         assert not experts._is_fused.get()  # outside of steps
-    assert set(enabled) == {option.get("fused_experts", False)} and len(enabled) == 9
+    assert set(enabled) == {option.get("fused_experts", True)} and len(enabled) == 9
 
 
 def test_fused_experts_need_inference_and_contiguous_weights(monkeypatch):

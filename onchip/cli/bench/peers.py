@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 Attend = Callable[..., Tensor]  # of q, k, v
+MOST_EAGER_PAIRS = 2**31  # of a query and a key, in a mask that is built uncompiled
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "fa2": SDPBackend.FLASH_ATTENTION,
@@ -181,7 +182,9 @@ def flex(
     rescale = torch.compile(_add_sinks, dynamic=False)
     block_mask, keys = None, n if seqlen_k is None else seqlen_k
     if mask_mod is not None:
-        block_mask = create_block_mask(mask_mod, None, None, n, keys, str(device), _compile=True)
+        # Compiled, the mask needs no memory for each pair, but minutes at 128 blocks of keys.
+        large = n * keys > MOST_EAGER_PAIRS
+        block_mask = create_block_mask(mask_mod, None, None, n, keys, str(device), _compile=large)
     options = {"score_mod": score_mod, "block_mask": block_mask, "scale": scale}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
 )
 @click.option(
     "--fused-experts/--no-fused-experts",
-    default=False,
+    default=True,
     help="Layers of experts: three launches after their sorting, or the products of torch.",
 )
 @speculative_config_option()
