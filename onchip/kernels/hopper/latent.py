@@ -2,18 +2,18 @@
 
   producer warp                     consumer warpgroup 0          consumer warpgroup 1
   -------------                     --------------------          --------------------
-  TMA 64 keys: 256 + 256 +
-  64 columns -------- full ------>  S = Q K[ 0..31]  (wgmma)      S = Q K[32..63]  (wgmma)
-                                    row maxima <--- shared memory, a barrier ---> row maxima
-                                    P over the 64 columns of K    P likewise: S no longer
-                                    that are no values            needs them
-                                    O[  0..255] += P V            O[256..511] += P V  (wgmma)
-            <-------- empty ------
+  TMA 64 keys: low 256 columns
+  and the last 64 --- full 0 ---->  S = Q K        (wgmma)        S = Q K        (wgmma)
+  high 256 columns -- full 1 ---->  high is released              low is released
+                                    m, l, P in registers          m, l, P in registers
+                                    O[  0..255] += P V  (wgmma)   O[256..511] += P V  (wgmma)
+            <-- empty 0, empty 1 -  low is released               high is released
 
 A tile of 64 rows (queries x heads of a group) has an output of 512 columns, as many registers as
-two warpgroups have. So each of them owns half of the output's columns. The scores are split by
-keys, and each warpgroup reads the probabilities of both. A key is copied to shared memory once, and
-read there as a key and as a value.
+two warpgroups have. So each of them owns half of the output's columns. Both compute all scores,
+from the same products in the same order: a third of the work on a key is done twice, and in
+exchange neither waits for the other, whose products run under its own exponentials, and P never
+leaves the registers. A key is copied to shared memory once, and read there as a key and as a value.
 
 The values of a tile are accumulated right after its scores, so that its stage is empty when the
 next tile is needed: while one tile is computed, the other is copied. (Were the scores of a tile
@@ -37,10 +37,8 @@ from onchip.kernels.hopper.pipeline import (
     PREFETCH_DISTANCE,
     LinkedStages,
     Pipeline,
-    TileExchange,
     make_linked_stages,
     make_pipeline,
-    make_row_exchange,
     sync_consumers,
     sync_partition,
     sync_with_previous_kernel,
@@ -60,12 +58,12 @@ ROWS = gl.constexpr(64)  # of a program: queries x heads of a group
 TILE_N = gl.constexpr(64)
 HALF = gl.constexpr(256)  # columns of the output of a warpgroup
 REST = gl.constexpr(64)  # columns of a key that are no values
-KEYS = gl.constexpr(32)  # of a tile, of which a warpgroup computes the scores
 STAGES = gl.constexpr(2)
 RECORD = gl.constexpr(8)  # triton/splits.py
 ALIGN = gl.constexpr(8)  # elements in 16 bytes
-S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS.value, 16]))
+S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N.value, 16]))
 O = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF.value, 16]))  # noqa: E741
+P = gl.constexpr(gl.DotOperandLayout(0, O.value, 2))
 
 
 @aggregate
@@ -192,40 +190,68 @@ def find_unit(lengths, unit, units, least, num_units, GROUP: gl.constexpr, SPLIT
 
 @aggregate
 class LatentStages:
-    """Tiles of keys: two halves of the latent columns and the rest, under the barriers of the first
+    """Tiles of keys: two halves of the latent columns, and the rest under the barriers of the first
     half.
     """
 
     low: Pipeline
-    high: LinkedStages
+    high: Pipeline
     rest: LinkedStages
 
     @gluon.jit
-    def half(self, i, C: gl.constexpr):
+    def wait_full(self, i):
+        self.low.wait_full(i)
+        self.high.wait_full(i)
+
+    @gluon.jit
+    def values(self, i, C: gl.constexpr):
         """The latent columns of warpgroup C of iteration i."""
-        return self.low.stage(i) if C == 0 else self.high.matrix(i)
+        return self.low.stage(i) if C == 0 else self.high.stage(i)
+
+    @gluon.jit
+    def release_keys(self, i, C: gl.constexpr):
+        """Warpgroup C has its scores of iteration i: the other one's values are keys to it."""
+        if C == 0:
+            self.high.release(i)
+        else:
+            self.low.release(i)
+
+    @gluon.jit
+    def release_values(self, i, C: gl.constexpr):
+        if C == 0:
+            self.low.release(i)
+        else:
+            self.high.release(i)
 
     @gluon.jit
     def load(self, i, latent_desc, rest_desc, pages, unit, start, kv_head):
-        """Producer: load iteration i, page by page."""
+        """Producer: load iteration i, page by page, as its stages become empty."""
         page_ids = pages.page_ids(i)
-        LINKED: gl.constexpr = latent_desc.block_type.nbytes + rest_desc.block_type.nbytes
-        self.low.expect_parts(i, latent_desc, pages.PARTS, LINKED)
+        self.low.wait_empty(i)
+        self.low.expect_parts(i, latent_desc, pages.PARTS, rest_desc.block_type.nbytes)
         for x in gl.static_range(pages.PARTS):
-            key = (unit.begin + i) * TILE_N
-            at = pages.coord(
-                page_ids[x], x, pages.page_stride_k, key, start, unit.seqlen_k, kv_head
-            )
+            at = self.coord(pages, page_ids, x, i, unit, start, kv_head)
             self.low.load_part(i, latent_desc, at, x)
-            at = at[:-1] + (gl.to_tensor(HALF),)
-            self.low.load_linked_part(i, latent_desc, at, x, self.high)
             at = at[:-1] + (gl.to_tensor(2 * HALF),)
             self.low.load_linked_part(i, rest_desc, at, x, self.rest)
+        self.high.wait_empty(i)
+        self.high.expect_parts(i, latent_desc, pages.PARTS)
+        for x in gl.static_range(pages.PARTS):
+            at = self.coord(pages, page_ids, x, i, unit, start, kv_head)
+            self.high.load_part(i, latent_desc, at[:-1] + (gl.to_tensor(HALF),), x)
+
+    @gluon.jit
+    def coord(self, pages, page_ids, x: gl.constexpr, i, unit, start, kv_head):
+        """Where part x of iteration i is."""
+        key = (unit.begin + i) * TILE_N
+        return pages.coord(page_ids[x], x, pages.page_stride_k, key, start, unit.seqlen_k, kv_head)
 
 
 @aggregate
 class LatentQueries:
-    """q, and a tile of 64 rows of it in shared memory, in the column blocks of LatentStages."""
+    """q, and a tile of 64 rows of it in shared memory, in the column blocks of LatentStages, each
+    with a leading dimension of 1.
+    """
 
     q: gl.tensor
     stride_b: gl.tensor
@@ -257,11 +283,11 @@ class LatentQueries:
         """Warpgroup C: copy its share of the columns."""
         half = self.load(unit, kv_head, C * HALF, HALF)
         if C == 0:
-            self.low.store(half)
+            self.low.index(0).store(half)
         else:
             rest = self.load(unit, kv_head, 2 * HALF, REST)
-            self.high.store(half)
-            self.rest.store(rest)
+            self.high.index(0).store(half)
+            self.rest.index(0).store(rest)
 
 
 @aggregate
@@ -347,19 +373,20 @@ def columns_of(C: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(queries, stages, i, C: gl.constexpr):
-    """Start S of the keys of warpgroup C of iteration i."""
-    zero = gl.zeros([ROWS, KEYS], gl.float32, S)
-    low = stages.low.stage(i).slice(C * KEYS, KEYS, 0).permute((1, 0))
-    high = stages.high.matrix(i).slice(C * KEYS, KEYS, 0).permute((1, 0))
-    rest = stages.rest.matrix(i).slice(C * KEYS, KEYS, 0).permute((1, 0))
-    s = warpgroup_mma(queries.low, low, zero, use_acc=False, is_async=True)
-    s = warpgroup_mma(queries.high, high, s, is_async=True)
-    return warpgroup_mma(queries.rest, rest, s, is_async=True)
+def start_scores(queries, stages, i):
+    """Start S of iteration i."""
+    zero = gl.zeros([ROWS, TILE_N], gl.float32, S)
+    # 0, which the compiler cannot prove: it would keep the addresses of q in registers.
+    hidden = i >> 30
+    low, high = stages.low.stage(i).permute((1, 0)), stages.high.stage(i).permute((1, 0))
+    rest = stages.rest.matrix(i).permute((1, 0))
+    s = warpgroup_mma(queries.low.index(hidden), low, zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(queries.high.index(hidden), high, s, is_async=True)
+    return warpgroup_mma(queries.rest.index(hidden), rest, s, is_async=True)
 
 
 @gluon.jit
-def mask_scores(lengths, unit, s, n, GROUP: gl.constexpr, C: gl.constexpr):
+def mask_scores(lengths, unit, s, n, GROUP: gl.constexpr):
     """s with -inf at keys that a row does not see."""
     whole = unit.seqlen_k
     if lengths.HAS_RIGHT:
@@ -368,7 +395,7 @@ def mask_scores(lengths, unit, s, n, GROUP: gl.constexpr, C: gl.constexpr):
     if lengths.HAS_LEFT:
         is_cut = is_cut | (n * TILE_N < unit.seqlen_k - 1 - lengths.left)
     if is_cut:
-        key = n * TILE_N + C * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, S))
+        key = n * TILE_N + gl.arange(0, TILE_N, gl.SliceLayout(0, S))
         row = unit.r0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         at = row // GROUP + unit.seqlen_k - unit.seqlen_q
         seen = (key < unit.seqlen_k)[None, :] & (row >= 0)[:, None]
@@ -381,54 +408,38 @@ def mask_scores(lengths, unit, s, n, GROUP: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def fold_scores(lengths, unit, stages, exchange, weights, scale, s, m, l, i, GROUP: gl.constexpr,
-                C: gl.constexpr):  # fmt: skip
-    """(m, l, alpha) after the scores of iteration i. Their probabilities replace the columns of the
-    keys that are no values, which both warpgroups have read when they have exchanged their maxima.
-    """
-    s = mask_scores(lengths, unit, scale.apply_softcap(s), unit.begin + i, GROUP, C)
-    own = gl.maximum(m, gl.max(s, 1))
-    m_new = gl.maximum(own, exchange.swap(i, own, C))
+def fold_scores(lengths, unit, scale, s, m, l, i, GROUP: gl.constexpr):
+    """(p, m, l, alpha) after the scores of iteration i."""
+    s = mask_scores(lengths, unit, scale.apply_softcap(s), unit.begin + i, GROUP)
+    m_new = gl.maximum(m, gl.max(s, 1))
     alpha = gl.exp2((m - m_new) * scale.scale_log2)
     p = exp2(s * scale.scale_log2 - (m_new * scale.scale_log2)[:, None], 0)
-    stages.rest.matrix(i).slice(C * KEYS, KEYS, 1).store(p.to(stages.rest.smem.dtype))
-    weights.send(i, C)
-    l = l * broadcast_to_lane_sums(alpha, l) + lane_sums(p)
-    return m_new, l, alpha
+    return p, m_new, l * broadcast_to_lane_sums(alpha, l) + lane_sums(p), alpha
 
 
 @gluon.jit
-def start_values(stages, weights, acc, alpha, i, C: gl.constexpr):
-    """Start O += P V of iteration i, for the columns of warpgroup C."""
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-    weights.take(i, C)
-    return warpgroup_mma(stages.rest.matrix(i), stages.half(i, C), acc, is_async=True)
-
-
-@gluon.jit
-def consume(queries, stages, exchange, weights, out, lengths, unit, scale, kv_head,
-            C: gl.constexpr):  # fmt: skip
+def consume(queries, stages, out, lengths, unit, scale, kv_head, C: gl.constexpr):
     """Warpgroup C: fold the tiles of a unit, and store its columns of the result."""
-    GROUP: gl.constexpr = out.GROUP
     rows: gl.constexpr = gl.SliceLayout(1, S)
+    dtype: gl.constexpr = stages.rest.smem.dtype
     m = scale.clamp_maxima(gl.full([ROWS], float("-inf"), gl.float32, rows))
-    l = lane_sums(gl.zeros([ROWS, KEYS], gl.float32, S))
+    l = lane_sums(gl.zeros([ROWS, TILE_N], gl.float32, S))
     acc = gl.zeros([ROWS, HALF], gl.float32, O)
     queries.copy(unit, kv_head, C)
     sync_consumers()
-    count = unit.end - unit.begin
-    for i in range(count):
-        stages.low.wait_full(i)
-        s = warpgroup_mma_wait(0, deps=(start_scores(queries, stages, i, C),))
-        m, l, alpha = fold_scores(lengths, unit, stages, exchange, weights, scale, s, m, l, i,
-                                  GROUP, C)  # fmt: skip
-        acc = start_values(stages, weights, acc, alpha, i, C)
+    for i in range(unit.end - unit.begin):
+        stages.wait_full(i)
+        s = warpgroup_mma_wait(0, deps=(start_scores(queries, stages, i),))
+        stages.release_keys(i, C)
+        p, m, l, alpha = fold_scores(lengths, unit, scale, s, m, l, i, out.GROUP)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+        p = gl.convert_layout(p.to(dtype), P)
+        acc = warpgroup_mma(p, stages.values(i, C), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        stages.low.release(i)
-    l = reduce_lane_sums(l, S)
-    l += exchange.swap(gl.maximum(count, 0), l, C)
+        stages.release_values(i, C)
+    l = gl.convert_layout(reduce_lane_sums(l, S), gl.SliceLayout(1, O))
     m = gl.convert_layout(m * scale.scale_log2, gl.SliceLayout(1, O))
-    out.store(lengths, unit, kv_head, m, gl.convert_layout(l, gl.SliceLayout(1, O)), acc, C)
+    out.store(lengths, unit, kv_head, m, l, acc, C)
 
 
 @gluon.jit
@@ -444,7 +455,6 @@ def produce(latent_desc, rest_desc, stages, pages, lengths, unit, kv_head):
         ahead = i + PREFETCH_DISTANCE
         pages.prefetch_ids(ahead, unit.b, (unit.begin + ahead) * TILE_N, ahead < count)
         pages.ids.wait()
-        stages.low.wait_empty(i)
         stages.load(i, latent_desc, rest_desc, pages, unit, start, kv_head)
 
 
@@ -470,21 +480,19 @@ def latent_kernel(
                             PACKED, HAS_LEFT, HAS_RIGHT)  # fmt: skip
     pages = make_paged_kv(page_table, cache_seqlens, stride_table, max_pages, num_pages,
                           page_stride, page_stride, PAGE_SIZE, TILE_N)  # fmt: skip
-    low = make_pipeline(latent_desc, STAGES, 2, pages.PARTS)
-    stages = LatentStages(low, make_linked_stages(latent_desc, STAGES, pages.PARTS),
+    stages = LatentStages(make_pipeline(latent_desc, STAGES, 2, pages.PARTS),
+                          make_pipeline(latent_desc, STAGES, 2, pages.PARTS),
                           make_linked_stages(rest_desc, STAGES, pages.PARTS))  # fmt: skip
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], dtype)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, REST], dtype)
     queries = LatentQueries(
         q_ptr, stride_qb * ALIGN, stride_qs * ALIGN, stride_qh * ALIGN,
-        gl.allocate_shared_memory(dtype, [ROWS, HALF], wide),
-        gl.allocate_shared_memory(dtype, [ROWS, HALF], wide),
-        gl.allocate_shared_memory(dtype, [ROWS, REST], narrow),
+        gl.allocate_shared_memory(dtype, [1, ROWS, HALF], wide),
+        gl.allocate_shared_memory(dtype, [1, ROWS, HALF], wide),
+        gl.allocate_shared_memory(dtype, [1, ROWS, REST], narrow),
         GROUP, PACKED,
     )  # fmt: skip
-    exchange = make_row_exchange(ROWS)
-    weights = TileExchange(stages.rest.smem)
     sync_with_previous_kernel()
     num_kv_heads = num_heads // GROUP
     kv_head = gl.program_id(0) % num_kv_heads
@@ -497,8 +505,9 @@ def latent_kernel(
     scale = SoftmaxScale(scale_log2, inner, SOFTCAP)
     sync_partition()  # the captured values replace what find_unit has in shared memory
     gl.warp_specialize([
-        (consume, (queries, stages, exchange, weights, out, lengths, unit, scale, kv_head, 0)),
-        (consume, (queries, stages, exchange, weights, out, lengths, unit, scale, kv_head, 1)),
+        (consume, (queries, stages, out, lengths, unit, scale, kv_head, 0)),
+        (consume, (queries, stages, out, lengths, unit, scale, kv_head, 1)),
         (produce, (latent_desc, rest_desc, stages, pages, lengths, unit, kv_head)),
     ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     stages.low.close()
+    stages.high.close()

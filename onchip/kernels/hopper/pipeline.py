@@ -563,29 +563,6 @@ def make_tile_exchange(dtype: gl.constexpr, rows: gl.constexpr, cols: gl.constex
     return TileExchange(gl.allocate_shared_memory(dtype, [3, rows, cols], layout))
 
 
-@aggregate
-class RowExchange:
-    """One fp32 number of each row, between two consumers: each writes its own and reads the
-    other's. Two buffers in turns: a consumer writes one of them again when the other has read it,
-    because it has come to the next exchange.
-    """
-
-    smem: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def swap(self, i, value, me: gl.constexpr):
-        """The other consumer's value of exchange i."""
-        buffer = i % 2
-        self.smem.index(2 * buffer + me).store(value)
-        _named_barrier("sync", STORE_BARRIER, 256)
-        return self.smem.index(2 * buffer + 1 - me).load(value.type.layout)
-
-
-@gluon.jit
-def make_row_exchange(rows: gl.constexpr):
-    return RowExchange(gl.allocate_shared_memory(gl.float32, [4, rows], _PLAIN))
-
-
 @gluon.jit
 def sync_consumers():
     """Wait until both consumers have written what their products read from shared memory."""
