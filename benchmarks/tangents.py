@@ -82,7 +82,7 @@ class TangentCandidate(GpuCandidate):
         return [partial(self.push, inputs) for inputs in stored]
 
     @torch.no_grad()
-    def push(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def push(self, inputs: Inputs) -> Sequence[Tensor]:
         return torch.func.jvp(self.attend, inputs[:3], inputs[3:6])
 
 
@@ -104,7 +104,7 @@ class StepCandidate(GpuCandidate):
 def step_gradients(attend: peers.Attend, inputs: Inputs, differentiates_tangent: bool) -> Inputs:
     """The gradients of |u + du - target|^2 by q, k and v, u = attend(q, k, v), du its tangent."""
     leaves = tuple(x.detach().requires_grad_() for x in inputs[:3])
-    u, du = torch.func.jvp(attend, leaves, inputs[3:6])
+    u, du = torch.func.jvp(attend, leaves, inputs[3:6])[:2]
     du = du if differentiates_tangent else du.detach()
     return torch.autograd.grad((u + du - inputs[6]).square().sum(), leaves)
 
@@ -243,10 +243,7 @@ class StepCell(NamedTuple):
 
 class MemoryCell(NamedTuple):
     case: Case
-
-    @property
-    def group(self) -> str:
-        return f"MeanFlow {self.case.way}"
+    group: None = None  # the kernels are those of the steps that are timed
 
     def specs(self, session: Session) -> list[RowSpec]:
         return StepCell(self.case).specs(session)
