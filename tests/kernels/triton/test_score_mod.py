@@ -449,7 +449,8 @@ def test_deterministic_gradients_of_computed_indices_are_left_to_tiled():
     assert entry.backend.supports(problem, GPU) is None
     reason = entry.backend.supports_backward(problem, GPU)
     assert "computed indices in any order, which deterministic=True excludes" in (reason or "")
-    assert entry.backend.supports_backward(problem._replace(deterministic=False), GPU) is None
+    for change in ({"deterministic": False}, {"captured_is_constant": True}):
+        assert entry.backend.supports_backward(problem._replace(**change), GPU) is None
     assert dispatch.plan(problem, GPU).kernel == "triton"
     assert dispatch.plan(problem, GPU, backward=True).kernel == "tiled"
     with pytest.raises(onchip.UnsupportedError, match="'triton' cannot .* in any order"):
