@@ -15,7 +15,7 @@ EXACT, BUCKETS = 8, 16  # of T5: distances with a bucket of their own, and bucke
 ScoreMod = Callable[..., Tensor]
 
 
-class Sizes(NamedTuple):
+class ScoreSizes(NamedTuple):
     num_heads: int
     seqlen: int
 
@@ -36,10 +36,10 @@ class ScoreFunction(NamedTuple):
 
     name: str
     make: Callable[..., ScoreMod]
-    shape: Callable[[Sizes], tuple[int, ...]] | None = None
-    fixed: Callable[[Sizes], tuple[Tensor, ...]] = lambda sizes: ()
+    shape: Callable[[ScoreSizes], tuple[int, ...]] | None = None
+    fixed: Callable[[ScoreSizes], tuple[Tensor, ...]] = lambda sizes: ()
 
-    def draw(self, sizes: Sizes, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    def draw(self, sizes: ScoreSizes, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
         """(the learned tensor, if there is one; the fixed ones)"""
         fixed = [t.to(device) for t in self.fixed(sizes)]
         if self.shape is None:
@@ -49,16 +49,16 @@ class ScoreFunction(NamedTuple):
         return [drawn], fixed
 
 
-def slopes(sizes: Sizes) -> Tensor:
+def slopes(sizes: ScoreSizes) -> Tensor:
     """Of ALiBi: 2^(-8 / heads), its square, ..."""
     return torch.exp2(torch.arange(1, sizes.num_heads + 1) * (-8.0 / sizes.num_heads))
 
 
-def documents(sizes: Sizes) -> Tensor:
+def documents(sizes: ScoreSizes) -> Tensor:
     return (torch.arange(sizes.seqlen) * DOCUMENTS // sizes.seqlen).int()
 
 
-def buckets(sizes: Sizes) -> Tensor:
+def buckets(sizes: ScoreSizes) -> Tensor:
     """The bucket of each distance: its own up to EXACT, then logarithmic."""
     distance = torch.arange(sizes.seqlen)
     far = EXACT + (torch.log2(distance.clamp(min=1) / EXACT) * 2).long()

@@ -11,8 +11,8 @@ only one of torch with tangents. In "step" du/dt is a constant, as in MeanFlow; 
 the gradient goes through it, too (jvp under grad). "MeanFlow memory" rows: what one such step holds
 beyond its inputs.
 
-The tangent at sampled query rows, and the gradients of a step, have errors of at most those of the
-textbook formula in the same dtype ("tangent" and "normal" of `errors`).
+The RMSE of the tangent at sampled query rows ("tangent" of `errors`) and of the gradients of a step
+("normal") is at most 1.1 times that of the textbook formula in the same dtype.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +37,7 @@ MEMORY_LENGTHS = (1024, 2048, 4096, 8192)
 QUICK_LENGTH, QUICK_MEMORY_LENGTHS = 256, (128, 256)
 WAYS = ("step", "second order")
 MOST_FORWARDS, GROWTH = 2.2, 1.05
+TEXTBOOK = 1.1  # as for gradients in the accuracy rule; both round dout and the tangent of out
 FROM = 2048  # where fixed costs are noise
 MB = 1e6
 
@@ -47,7 +48,7 @@ def _forwards(rows: list[Row]) -> float:
 
 
 def _growth(rows: list[Row]) -> float:
-    """Bytes per token at the longest length over those at the shortest, the worse of the passes."""
+    """Bytes per token, of the longest length over the shortest; the worse of the passes."""
     growth = []
     for name in {row["pass"] for row in rows}:
         each = {r["seqlen"]: r["value"] / r["seqlen"] for r in rows if r["pass"] == name}
@@ -139,8 +140,8 @@ class TangentCheck(OutputCheck):
             inputs = next(iter(self.samples.values()))
             got = candidate.push(tuple(map(candidate.layout, inputs)))[1][:, self.rows]
             errors["tangent"] = rmse(got, self.exact_tangent)
-            allowed = rmse(self._tangent(got.dtype), self.exact_tangent)
-            _refuse_above(allowed, errors["tangent"], "the tangent")
+            textbook_error = rmse(self._tangent(got.dtype), self.exact_tangent)
+            _check_textbook(textbook_error, errors["tangent"], "the tangent")
         return errors
 
 
@@ -164,21 +165,21 @@ class StepCheck:
         return self._gradients(torch.float64)
 
     @cached_property
-    def allowed(self) -> float:
+    def textbook_error(self) -> float:
         return rmse(self._gradients(self.inputs[0].dtype), self.exact)
 
     def __call__(self, candidate: StepCandidate, strict: bool) -> dict[str, float]:
         got = torch.stack(candidate.step(tuple(map(candidate.layout, self.inputs))))
         error = rmse(got, self.exact)
         if strict:
-            _refuse_above(self.allowed, error, "the gradients of the step")
+            _check_textbook(self.textbook_error, error, "the gradients of the step")
         return {"normal": error}
 
 
-def _refuse_above(allowed: float, error: float, name: str) -> None:
-    if not error <= allowed:
+def _check_textbook(textbook_error: float, error: float, name: str) -> None:
+    if not error <= TEXTBOOK * textbook_error:
         raise Inaccurate(
-            f"the RMSE of {name} is {error:.3g}, that of the textbook formula {allowed:.3g}"
+            f"the RMSE of {name} is {error:.3g}, that of the textbook formula {textbook_error:.3g}"
         )
 
 
@@ -243,7 +244,7 @@ class StepCell(NamedTuple):
 
 class MemoryCell(NamedTuple):
     case: Case
-    group: None = None  # the kernels are those of the steps that are timed
+    group: None = None  # it has the kernels of a StepCell
 
     def specs(self, session: Session) -> list[RowSpec]:
         return StepCell(self.case).specs(session)

@@ -1,5 +1,5 @@
 """Compile the kernels of a benchmark in parallel processes, so that its own process finds them in
-the caches on disk: those of Triton, and of Inductor for what torch.compile makes.
+the caches of Triton and Inductor on disk.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ def run_all(
     job: Callable[..., None], arguments: Sequence[tuple], say: Callable[[str], None]
 ) -> None:
     """job(*arguments) for all arguments, each in a process of its own, as many at once as there
-    are CPUs. A failure is told, and loses only time.
+    are CPUs. A process that fails loses only time, and is a sentence of `say`.
     """
     with _shared_caches(), ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, code in zip(arguments, pool.map(partial(_run, job), arguments), strict=True):

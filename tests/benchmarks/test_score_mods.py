@@ -9,7 +9,7 @@ import torch
 
 import onchip
 from benchmarks import plots, score_mods, tables, tangents, warm_up
-from benchmarks.score_functions import BIAS, FUNCTIONS, Sizes
+from benchmarks.score_functions import BIAS, FUNCTIONS, ScoreSizes
 from onchip.cli import main
 from onchip.cli.bench import gpu, peers
 from onchip.cli.bench.harness import Case, Inaccurate, Session, check_thresholds, document
@@ -32,7 +32,7 @@ def took(monkeypatch):
 def cell(name, bench="score flex", way="", n=48):
     sizes = (16, n, 2, 2)
     case = Case(bench, name, BF16, *sizes, backward=bool(way), way=way)
-    return score_mods.Cell(case, BY_NAME[name])
+    return score_mods.ScoreCell(case, BY_NAME[name])
 
 
 def thresholds(rows):
@@ -111,8 +111,8 @@ def test_a_peer_that_fails_is_named_in_the_row(took, monkeypatch):
 
 
 def test_an_image_and_the_buckets_of_distances():
-    assert (Sizes(2, 4096).width, Sizes(2, 4096).height) == (64, 64)
-    learned, (bucket,) = BY_NAME["T5"].draw(Sizes(2, 4096), CPU)
+    assert (ScoreSizes(2, 4096).width, ScoreSizes(2, 4096).height) == (64, 64)
+    learned, (bucket,) = BY_NAME["T5"].draw(ScoreSizes(2, 4096), CPU)
     assert bucket[:9].tolist() == [*range(8), 8] and bucket.max() == 15
     assert learned[0].shape == (32, 2)
 
@@ -239,3 +239,14 @@ def test_the_documents_name_the_command(tmp_path):
     (folder / "h200-score-mods.json").write_text(json.dumps(whole))
     text = tables.table("bench:h200-score-mods:rows", tmp_path)
     assert "score flex, T5, forward" in text and "python -m benchmarks score_mods" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", score_mods.PARTS)
+def test_a_small_run(part, tmp_path):
+    """In quick sizes no kernel is compiled ahead."""
+    path = tmp_path / "results.json"
+    main(["bench", "score_mods", "--quick", "--only", part, "--json", str(path)])
+    written = json.loads(path.read_text())
+    assert written["meta"]["device"] == torch.cuda.get_device_name()
+    assert written["rows"] and written["meta"]["refused"] == []
