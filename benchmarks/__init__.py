@@ -28,6 +28,7 @@ BENCHES |= {
         "wide": "GPU: head_dim 512 and its memory; decoding over latent pages",
         "hbm": "GPU: time and bytes over HBM of standard attention, v1 to v3 and onchip",
         "video": "GPU: masks of videos against FlexAttention, forward and forward+backward",
+        "score_mods": "GPU: functions of the score against FlexAttention; jvp; MeanFlow's step",
     }.items()
 }
 BENCHES |= {
@@ -46,5 +47,6 @@ BENCHES |= {
     }.items()
 }
 BENCHES["peak"] = BENCHES["peak"]._replace(plots="benchmarks.plots")
+BENCHES["score_mods"] = BENCHES["score_mods"]._replace(plots="benchmarks.plots")
 BENCHES["ring"] = BENCHES["ring"]._replace(simulates=True)
 BENCHES["serving"] = BENCHES["serving"]._replace(has_cache=True)

@@ -2,7 +2,8 @@
 
 Without arguments, the pictures of the documents are drawn again: speeds, as `onchip bench` draws
 them; memory over the length; loss curves, one over the other, and their distance; models, with
-the ratio of every pass as a bar; time over bytes of every algorithm.
+the ratio of every pass as a bar; time over bytes of every algorithm; memory of a training step with
+tangents.
 """
 
 import json
@@ -16,6 +17,7 @@ from onchip.cli.bench.plots import OURS, PEERS, label_tokens, paper, save, speed
 from onchip.cost.hardware import H200
 
 ROOT = Path(__file__).parents[1]
+MEANFLOW = "MeanFlow memory"  # a `bench` of rows
 PICTURES = {
     "h200-forward": "forward.svg",
     "h200-backward": "backward.svg",
@@ -23,6 +25,7 @@ PICTURES = {
     "h200-train": "curves.svg",
     "h200-models": "models.svg",
     "h200-hbm": "hbm.svg",
+    "h200-score-mods": "meanflow.svg",
 }
 
 
@@ -40,6 +43,8 @@ def _figure(rows: list[Row]):
         return model_ratios(rows)
     if any(row["bench"] == "hbm" for row in rows):
         return bytes_and_times(rows)
+    if any(row["bench"] == MEANFLOW for row in rows):
+        return meanflow_memory([row for row in rows if row["bench"] == MEANFLOW])
     return speeds(rows)
 
 
@@ -67,6 +72,23 @@ def _peaks(axes, rows: list[Row]) -> None:
     axes.plot(*xy({row["seqlen"]: row["value"] for row in rows}), **OURS, label="onchip")
     axes.set_yscale("log")
     label_tokens(axes, standard)
+
+
+def meanflow_memory(rows: list[Row]):
+    """Bytes of a training step over the length, a panel for each way to differentiate it."""
+    passes = list(dict.fromkeys(row["pass"] for row in rows))
+    figure = paper(4.2 * len(passes), 3.4)
+    for axes, name in zip(figure.subplots(1, len(passes), squeeze=False)[0], passes, strict=True):
+        chosen = [row for row in rows if row["pass"] == name]
+        math = {r["seqlen"]: r["peers"]["math"] for r in chosen if "math" in r["peers"]}
+        label, _ = PEERS["math"]
+        axes.plot(*xy(math), color="#7f8c8d", linewidth=1.2, marker="s", markersize=4, label=label)
+        axes.plot(*xy({r["seqlen"]: r["value"] for r in chosen}), **OURS, label="onchip")
+        axes.set_yscale("log")
+        label_tokens(axes, [row["seqlen"] for row in chosen])
+        axes.set(title=f"MeanFlow, {name}", ylabel=chosen[0]["unit"], xlabel="tokens")
+        axes.legend(frameon=False)
+    return figure
 
 
 def curves(rows: list[Row]):

@@ -175,7 +175,7 @@ def _command(name: str) -> str:
 
 def _bench(path: Path, form: str) -> str:
     source = f"benchmarks/results/{path.name}"
-    name = path.stem.rpartition("-")[2]  # h200-forward is what `onchip bench forward` wrote there
+    name = _benchmark(path.stem)
     forms = {"": _summary, "rows": _every_row, "grid": _grid}
     forms |= {"kernels": _kernels, "steps": _steps} | _sheets(name)
     if form not in forms:
@@ -196,6 +196,12 @@ def _bench(path: Path, form: str) -> str:
     caption = markdown.wrap(f"{where}, commit {meta['commit']}, {meta['date'][:10]}: {command}.")
     table = forms[form](rows)
     return f"{table}\n\n{caption}" if table else unknown
+
+
+def _benchmark(stem: str) -> str:
+    """The benchmark that wrote a file: score_mods of h200-score-mods, forward of h200-forward."""
+    name = stem.partition("-")[2].replace("-", "_")
+    return name if name in bench.BENCHES else stem.rpartition("-")[2]
 
 
 def _sheets(name: str) -> dict[str, Callable[[list[Row]], str]]:

@@ -53,7 +53,8 @@ class Result(NamedTuple):
 
 class Grads(NamedTuple):
     """What `Backend.backward` returns, a field for each of problem.DIFFERENTIABLE: the shapes of
-    the inputs, dq, dk and dv in `grad_dtype`, those of LEARNED in the dtype of lse.
+    the inputs, dq, dk and dv in `grad_dtype`, those of LEARNED in the dtype of lse. dcaptured is
+    None where problem.captured_is_constant.
     """
 
     dq: Tensor

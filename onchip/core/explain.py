@@ -39,7 +39,8 @@ from onchip.masks.deferred import DeferredMask
 
 # The options of a call that are fields of Options as they come. sm_partition is internal, and the
 # function given as score_mod becomes text.
-SCALARS = tuple(name for name in Options._fields if name not in ("sm_partition", "score_mod"))
+_INTERNAL = ("sm_partition", "score_mod", "captured_is_constant")
+SCALARS = tuple(name for name in Options._fields if name not in _INTERNAL)
 _OPTIONS = {*signature(attention).parameters, *signature(paged_attention).parameters, "plan"}
 # The tensors among the options of attention() and of paged_attention().
 TENSORS = tuple(n for n in signature(attention).parameters if n in Tensors._fields[3:])

@@ -135,6 +135,7 @@ class Options(NamedTuple):
     precise_delta: bool = False
     precision: str | None = None
     sm_partition: SMPartition | None = None
+    captured_is_constant: bool = False
 
 
 # Options that act on one score alone. A call over some of the keys (a level of a cascade, a
@@ -145,7 +146,7 @@ SCORE_OPTIONS = ("softmax_scale", "softcap")
 # backend may ignore the others: they change no result.
 UNDECLARED = frozenset(
     (
-        *("precision", "precise_delta", "return_lse", "sm_partition"),
+        *("precision", "precise_delta", "return_lse", "sm_partition", "captured_is_constant"),
         *("aligned", "uniform_lengths", "latent"),
     )
 )
@@ -182,6 +183,7 @@ class Problem(NamedTuple):
     precise_delta: bool = False  # the backward gets the rounding error of out, too
     precision: str | None = None  # of the forward's operands, one of PRECISIONS
     sm_partition: SMPartition | None = None  # kernels without this ability ignore it
+    captured_is_constant: bool = False  # dcaptured is not needed; torch_op.py sets it
     # Which tensors the call has.
     packed: bool = False
     has_mask: bool = False

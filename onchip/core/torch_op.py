@@ -99,7 +99,9 @@ def _schema() -> str:
 
 
 _ARGUMENTS = _schema()
-_OUT_DTYPE, _SCORE_MOD = (_NUM_TENSORS + 4 + _SCALARS.index(n) for n in ("out_dtype", "score_mod"))
+_OUT_DTYPE, _SCORE_MOD, _CONSTANT = (
+    _NUM_TENSORS + 4 + _SCALARS.index(n) for n in ("out_dtype", "score_mod", "captured_is_constant")
+)
 _END = _NUM_TENSORS + 4 + len(_SCALARS) + 1  # index of the mask's tensors
 _SAVED_TENSORS = 4  # dout, dlse, out and lse precede the other arguments of a backward
 
@@ -124,19 +126,27 @@ def attend(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
     return Result(out, lse, Stats(*stats.unbind(0)) if problem.return_stats else None)
 
 
-def _with_wide_out(call: CachedCall) -> CachedCall:
-    """The same call with an unrounded out, for `split`. It is cached in the cache of the call."""
-    cache, key = call.cache, ("unrounded",)
-    wide_call = None if cache is None else cache.get(key)
-    if wide_call is not None:
-        return wide_call
-    problem = call.problem
-    wide = problem._replace(out_dtype=accumulator_dtype(problem.dtype))
+def _change_call(call: CachedCall, name: str, change: Callable[[Problem], Problem]) -> CachedCall:
+    """The call with another problem, cached in the cache of the call by the name of the change."""
+    cache, key = call.cache, (name,)
+    changed = None if cache is None else cache.get(key)
+    if changed is not None:
+        return changed
+    problem = change(call.problem)
     return (
-        CachedCall(wide)
+        CachedCall(problem)
         if cache is None
-        else insert_bounded(cache, key, CachedCall(wide, {}), MAX_RECORDINGS)
+        else insert_bounded(cache, key, CachedCall(problem, {}), MAX_RECORDINGS)
     )
+
+
+def _with_wide_out(problem: Problem) -> Problem:
+    """With an unrounded out, for `split`."""
+    return problem._replace(out_dtype=accumulator_dtype(problem.dtype))
+
+
+def _with_constant_captured(problem: Problem) -> Problem:
+    return problem._replace(captured_is_constant=True)
 
 
 def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -173,7 +183,7 @@ def _backward_op(mask: Sequence[Tensor]) -> Callable[..., Any]:
 
 def _attend_with_grad(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
     if call.problem.precise_delta:
-        call = _with_wide_out(call)
+        call = _change_call(call, "unrounded", _with_wide_out)
     out, lse, *stats = _EagerAttention.apply(call, x, kernel, *_differentiable(x))
     return Result(out, lse, Stats(*stats) if stats else None)
 
@@ -214,6 +224,8 @@ def _eager_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any)
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = dlse if residual is None else with_residual(dlse, residual, dout)
     x = Tensors(*tensors, mask=mask)
+    if x.captured is not None and not ctx.needs_input_grad[3 + DIFFERENTIABLE.index("captured")]:
+        call = _change_call(call, "constant captured", _with_constant_captured)
     grads = _gradients(call, x, kernel, (out, lse, dout, dlse))
     return None, None, None, *grads
 
@@ -263,18 +275,32 @@ def _traced_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any)
         return (None,) * (2 + _END + len(mask))
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = dlse if residual is None else with_residual(dlse, residual, dout)
-    grads = _GRADIENTS(dout, dlse, out, lse, *tensors, *ctx.scalars, mask)
-    return None, None, *_place_gradients(grads, tensors), *_no_gradients(mask)
+    needs = ctx.needs_input_grad[2 : 2 + _NUM_TENSORS]
+    args = _choose_gradients((*tensors, *ctx.scalars, mask), needs)
+    grads = _GRADIENTS(dout, dlse, out, lse, *args)
+    return None, None, *_place_gradients(grads, tensors, needs), *_no_gradients(mask)
 
 
 _first_traced_backward = first_order(_traced_backward)
 
 
-def _place_gradients(grads: Sequence[Tensor], tensors: Sequence) -> list[Tensor | None]:
-    """The gradients of an op's tensors, from those of DIFFERENTIABLE; None for absent tensors."""
+def _choose_gradients(args: tuple, needs: Sequence[bool]) -> tuple:
+    """The arguments of an op that computes the gradients of the tensors that need one. Only that of
+    captured can be omitted.
+    """
+    is_constant = args[_CAPTURED] is not None and not needs[_CAPTURED]
+    return *args[:_CONSTANT], is_constant, *args[_CONSTANT + 1 :]
+
+
+def _place_gradients(
+    grads: Sequence[Tensor], tensors: Sequence, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of an op's tensors, from those of DIFFERENTIABLE; None for absent tensors and
+    for those that need none.
+    """
     placed: list[Tensor | None] = [None] * _NUM_TENSORS
     for index, grad in zip(_DIFFERENTIABLE, grads, strict=True):
-        placed[index] = None if tensors[index] is None else grad
+        placed[index] = None if tensors[index] is None or not needs[index] else grad
     return placed
 
 
@@ -332,7 +358,7 @@ class _TracedGradients(_SavedCall):
     def backward(ctx, *u):
         check_unmapped(*u)
         (dout, dlse, *_), x, args = _TracedGradients.unpack(ctx)
-        dx = _as_tangents(u, x)
+        dx = _as_tangents(u, x, args)
         of_dout, of_dlse, _, _, *of_x = ctx.needs_input_grad[1:]
         _check_slopes(of_x[_SLOPES])
         grads, grads_x = [None] * _SAVED_TENSORS, [None] * _NUM_TENSORS
@@ -340,7 +366,8 @@ class _TracedGradients(_SavedCall):
             ddout, ddlse = _TANGENTS(*dx, *args)
             grads[:2] = ddout, None if dlse is None else ddlse
         if any(of_x):
-            grads_x = _place_gradients(_TANGENT_GRADIENTS(dout, dlse, *dx, *args), x)
+            chosen = _choose_gradients(args, of_x)
+            grads_x = _place_gradients(_TANGENT_GRADIENTS(dout, dlse, *dx, *chosen), x, of_x)
         return None, *grads, *grads_x, *_no_gradients(args[-1])
 
     @staticmethod
@@ -373,9 +400,11 @@ class _TracedTangents(_SavedCall):
         grads_dx, grads_x = [None] * len(dx), [None] * _NUM_TENSORS
         if any(of_dx):
             out, lse, _ = _ATTENTION(*args, False)
-            grads_dx = _of_tangents(_GRADIENTS(dout, dlse, out, lse, *args), dx)
+            chosen = _choose_gradients(args, _by_tensor(of_dx))
+            grads_dx = _of_tangents(_GRADIENTS(dout, dlse, out, lse, *chosen), dx, of_dx)
         if any(of_x):
-            grads_x = _place_gradients(_TANGENT_GRADIENTS(dout, dlse, *dx, *args), x)
+            chosen = _choose_gradients(args, of_x)
+            grads_x = _place_gradients(_TANGENT_GRADIENTS(dout, dlse, *dx, *chosen), x, of_x)
         return None, *grads_dx, *grads_x, *_no_gradients(args[-1])
 
     jvp = staticmethod(refuse_third_order)
@@ -392,13 +421,15 @@ class _TracedTangentGradients(_SavedCall):
     def backward(ctx, *u):
         check_unmapped(*u)
         (dout, dlse, *dx), x, args = _TracedTangentGradients.unpack(ctx)
-        _check_slopes(ctx.needs_input_grad[3 + _WITH_TANGENTS.index(_SLOPES)])
-        grads = _TANGENT_GRADIENTS(dout, dlse, *_as_tangents(u, x), *args)
+        of_dx = ctx.needs_input_grad[3 : 3 + len(dx)]
+        _check_slopes(of_dx[_WITH_TANGENTS.index(_SLOPES)])
+        chosen = _choose_gradients(args, _by_tensor(of_dx))
+        grads = _TANGENT_GRADIENTS(dout, dlse, *_as_tangents(u, x, args), *chosen)
         return (
             None,
             None,
             None,
-            *_of_tangents(grads, dx),
+            *_of_tangents(grads, dx, of_dx),
             *[None] * _NUM_TENSORS,
             *_no_gradients(args[-1]),
         )
@@ -419,17 +450,32 @@ class _ThirdOrder(SingleLevel):
     jvp = staticmethod(refuse_third_order)
 
 
-def _as_tangents(grads: Sequence[Tensor | None], x: Sequence) -> Tangents:
-    """The gradients of gradients as tangents of the inputs x; None for absent inputs."""
+def _as_tangents(grads: Sequence[Tensor | None], x: Sequence, args: tuple) -> Tangents:
+    """The gradients of gradients as tangents of the inputs x; None for absent inputs, and for
+    captured if the op with the arguments `args` returned no gradient of it.
+    """
     named = zip(DIFFERENTIABLE, grads, _differentiable(Tensors(*x)), strict=True)
-    return Tangents(**{name: grad for name, grad, t in named if t is not None})
+    dx = Tangents(**{name: grad for name, grad, t in named if t is not None})
+    return dx._replace(captured=None) if args[_CONSTANT] else dx
 
 
-def _of_tangents(grads: Sequence[Tensor], dx: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of the tangents dx, from those of DIFFERENTIABLE; None for absent tangents."""
+def _of_tangents(
+    grads: Sequence[Tensor], dx: Sequence[Tensor | None], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of the tangents dx, from those of DIFFERENTIABLE; None for absent tangents and
+    for those that need none.
+    """
     named: dict[str, Tensor] = dict(zip(DIFFERENTIABLE, grads, strict=True))
-    pairs = zip(Tangents._fields, dx, strict=True)
-    return [None if t is None else named.get(name) for name, t in pairs]
+    triples = zip(Tangents._fields, dx, needs, strict=True)
+    return [named.get(name) if t is not None and need else None for name, t, need in triples]
+
+
+def _by_tensor(needs: Sequence[bool]) -> list[bool]:
+    """needs of the fields of Tangents, by the tensors of an op."""
+    placed = [False] * _NUM_TENSORS
+    for index, need in zip(_WITH_TANGENTS, needs, strict=True):
+        placed[index] = need
+    return placed
 
 
 def _check_second_order(args: tuple) -> None:
@@ -538,12 +584,14 @@ def _gradients(call: CachedCall, x: Tensors, kernel: str | None, saved: tuple) -
     # Otherwise the forward was eager, and its backward is being compiled.
     op = _GRADIENTS if is_differentiated else _backward_op(args[-1])
     grads = op(dout, dlse, out, lse, *args)
+    if call.problem.captured_is_constant:
+        x = x._replace(captured=None)
     return [None if t is None else g for t, g in zip(_differentiable(x), grads, strict=True)]
 
 
 _DIFFERENTIABLE = [Tensors._fields.index(name) for name in DIFFERENTIABLE]
 _WITH_TANGENTS = [Tensors._fields.index(name) for name in Tangents._fields]
-_SLOPES = Tensors._fields.index("alibi_slopes")
+_SLOPES, _CAPTURED = (Tensors._fields.index(name) for name in ("alibi_slopes", "captured"))
 _differentiable: Callable[[Tensors], tuple[Tensor | None, ...]] = itemgetter(*_DIFFERENTIABLE)
 
 
@@ -821,12 +869,14 @@ def _forward_fake(*args):
 
 
 def _backward_fake(dout, dlse, out, lse, *args):
-    _, x, _ = _unflatten(args)
-    return _empty_gradients(x, lse)
+    problem, x, _ = _unflatten(args)
+    return _empty_gradients(problem, x, lse)
 
 
-def _empty_gradients(x: Tensors, lse: Tensor) -> tuple[Tensor, ...]:
+def _empty_gradients(problem: Problem, x: Tensors, lse: Tensor) -> tuple[Tensor, ...]:
     """Empty gradients of a call. lse: a tensor with the dtype of the call's lse."""
+    if problem.captured_is_constant:
+        x = x._replace(captured=None)
     dq, dk, dv = (t.new_empty(t.shape) for t in x[:3])
     learned = (
         _empty(lse) if t is None else t.new_empty(t.shape, dtype=lse.dtype)
@@ -841,7 +891,7 @@ def _tangents_fake(*args):
 
 def _tangent_gradients_fake(dout, dlse, *args):
     problem, x, _ = _unflatten(args[len(_WITH_TANGENTS) :])
-    return _empty_gradients(x, empty_result(problem, x)[1])
+    return _empty_gradients(problem, x, empty_result(problem, x)[1])
 
 
 def _count_flops() -> None:

@@ -39,6 +39,7 @@ class TestFieldTable:
             reproducible=True,
             return_lse=True,
             precision="int8",
+            captured_is_constant=True,
         )
         assert not {a for a, b in zip(options, Options(), strict=True) if a == b} - {
             False,  # precise_delta: an argument of `attention` alone

@@ -12,6 +12,7 @@ from torch.autograd import grad, gradcheck, gradgradcheck
 import onchip
 import onchip.testing as ot
 from onchip import UnsupportedError, masks
+from onchip.kernels.cpu.score_mod import ModifiedTile
 from onchip.score_mods import trace
 from tests.largest_tensor import LargestTensor
 from tests.score_mods.functions import CASES, make_bias, make_gate, make_relative, make_softcap
@@ -169,10 +170,90 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms(name):
+    check_transform(TRANSFORMS[name])
+
+
+of_q = lambda f, *rest: lambda q: loss(f)(q, *(rest or INPUTS[1:]))
+
+# Derivatives in which score_mod's tensors are constants.
+CONSTANT = {
+    "backward": lambda f: grad(of_q(f)(leaf := INPUTS[0].clone().requires_grad_()), leaf),
+    "grad": lambda f: func.grad(of_q(f))(INPUTS[0]),
+    "vmap of grad": lambda f: func.vmap(func.grad(of_q(f)))(draw(2, 2, 5, 4, 6)),
+    "hessian": lambda f: func.hessian(of_q(f))(INPUTS[0]),
+    "jvp of grad": lambda f: func.jvp(func.grad(of_q(f)), INPUTS[:1], DIRECTIONS[:1])[1],
+    "grad of grad": lambda f: func.grad(lambda q: func.grad(of_q(f))(q).square().sum())(INPUTS[0]),
+    "grad of jvp": lambda f: func.grad(
+        lambda q: func.jvp(of_q(f), (q,), DIRECTIONS[:1])[1] ** 2
+    )(INPUTS[0]),
+    "grad of jvp in tensors": lambda f: func.grad(
+        lambda q: func.jvp(lambda t: of_q(f, *INPUTS[1:3], t, INPUTS[4])(q), INPUTS[3:4],
+                           DIRECTIONS[3:4])[1] ** 2
+    )(INPUTS[0]),
+    "create_graph": lambda f: grad(
+        grad(of_q(f)(leaf := INPUTS[0].clone().requires_grad_()), leaf, create_graph=True)[0]
+        .square().sum(), leaf
+    ),
+}  # fmt: skip
+
+# The same at one level of several, of which another needs their gradients.
+CONSTANT_INSIDE = {
+    "grad in tensors of grad": lambda f: func.grad(
+        lambda t: func.grad(of_q(f, *INPUTS[1:3], t, INPUTS[4]))(INPUTS[0]).square().sum()
+    )(INPUTS[3]),
+    "jvp in tensors of grad": lambda f: func.jvp(
+        lambda t: func.grad(of_q(f, *INPUTS[1:3], t, INPUTS[4]))(INPUTS[0]),
+        INPUTS[3:4], DIRECTIONS[3:4],
+    )[1],
+    "grad in tensors of jvp": lambda f: func.grad(
+        lambda t: func.jvp(of_q(f, *INPUTS[1:3], t, INPUTS[4]), INPUTS[:1], DIRECTIONS[:1])[1]
+    )(INPUTS[3]),
+    "hessian in both": lambda f: func.jacfwd(
+        func.grad(lambda t: of_q(f, *INPUTS[1:3], t, INPUTS[4])(INPUTS[0]))
+    )(INPUTS[3]),
+}  # fmt: skip
+
+
+def check_transform(transform):
     flat = lambda x: [x] if isinstance(x, torch.Tensor) else [t for y in x for t in flat(y)]
-    got, want = (flat(TRANSFORMS[name](f)) for f in (attend, formula))
+    got, want = (flat(transform(f)) for f in (attend, formula))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_constant_tensors_have_no_gradient_computed(name, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a gradient that is not needed")
+
+    monkeypatch.setattr(ModifiedTile, "_add_at", refuse)
+    check_transform(CONSTANT[name])
+
+
+@pytest.mark.parametrize("name", CONSTANT_INSIDE)
+def test_tensors_that_are_constant_at_one_level(name):
+    check_transform(CONSTANT_INSIDE[name])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_computes_no_gradient_of_constant_tensors(kernel, monkeypatch):
+    """Neither in its forward, with gradients of q alone. In the second call the same tensor has
+    one: the two calls share no plan.
+    """
+    added = []
+    add_at = ModifiedTile._add_at
+    monkeypatch.setattr(ModifiedTile, "_add_at", lambda *a: (added.append(1), add_at(*a)))
+    q, k, v, make, (bias,) = make_call("bias", F64)
+    q.requires_grad_()
+    f = lambda: onchip.attention(q, k, v, score_mod=make(bias), kernel=kernel).square().sum()
+    (first,) = grad(f(), q)
+    assert not added
+    bias.requires_grad_()
+    second, dbias = grad(f(), (q, bias))
+    assert added and torch.equal(first, second) and dbias.abs().sum() > 0
+    bias.requires_grad_(False)
+    added.clear()
+    assert torch.equal(grad(f(), q)[0], first) and not added
 
 
 def test_finite_differences():
@@ -212,6 +293,14 @@ class TestCompile:
             torch.testing.assert_close(a, b)
             with torch.no_grad():
                 table.mul_(1.5)
+
+    def test_a_graph_computes_no_gradient_of_constant_tensors(self, monkeypatch):
+        monkeypatch.setattr(ModifiedTile, "_add_at", None)
+        mod = trace(make_relative(draw(17, 4)))
+        f = lambda q: onchip.attention(q, *INPUTS[1:3], score_mod=mod).square().sum()
+        q = INPUTS[0].clone().requires_grad_()
+        compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(grad(compiled(q), q), grad(f(q), q))
 
     def test_a_function_needs_a_kept_trace_in_one_graph(self):
         """With graph breaks the call is eager."""

@@ -124,6 +124,8 @@ def _typical(rows: list[Row]) -> dict[str, float]:
 
 def still_there(device: torch.device) -> None:
     """Raise DeviceLost if an earlier kernel left the GPU unusable."""
+    if device.type == "cpu":
+        return
     try:
         torch.cuda.synchronize(device)
         torch.zeros(1, device=device).item()
@@ -355,7 +357,11 @@ def balanced(num: int) -> list[list[int]]:
 
 def replay_in_order(captures: list[Capture]) -> list[float]:
     """Queue all replays at once: the next graph is launched while one runs, so that no launch is
-    timed and the GPU is never idle. A sleep of half a millisecond covers the first launch."""
+    timed and the GPU is never idle. A sleep of half a millisecond covers the first launch. On a
+    CPU, wall-clock time.
+    """
+    if not torch.cuda.is_available():
+        return [seconds(x.replay, torch.device("cpu")) * 1e3 / x.calls for x in captures]
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in captures]
     torch.cuda._sleep(1_000_000)
     for capture, (start, end) in zip(captures, events, strict=True):
@@ -375,7 +381,11 @@ def sampler(device: torch.device) -> Callable[[list[Capture]], list[float]]:
 
 def capture_calls(candidate: GpuCandidate, backward: bool) -> Capture:
     """Capture about SAMPLE_MS of calls. A small graph measures one call first: run eagerly, a short
-    call would take the time of its launch."""
+    call would take the time of its launch. On a CPU there is no graph: one call of the first job.
+    """
+    if candidate.sets[0][0].device.type == "cpu":
+        job = candidate.jobs(backward)[0]
+        return Capture(job, 1, replay_in_order([Capture(job, 1, 0.0)])[0])
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -433,7 +443,10 @@ def draw(case: Case, device: torch.device, distribution: str = "normal", seed: i
 
 
 def draw_sets(case: Case, device: torch.device) -> list[Inputs]:
+    """More bytes than twice the L2 of a GPU; one set on a CPU."""
     first = draw(case, device)
+    if device.type == "cpu":
+        return [first]
     set_bytes = sum(x.numel() * x.element_size() for x in first)
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     return [first, *(draw(case, device, seed=i) for i in range(1, num_sets(set_bytes, l2_bytes)))]
@@ -526,7 +539,7 @@ def _check_and_capture(
     refusals: dict[str, str] = {}
     errors: dict[str, dict[str, float]] = {}
     captures: dict[str, Capture] = {}
-    for candidate in _all_candidates(specs):
+    for candidate in all_candidates(specs):
         start = time.monotonic()
         try:
             candidate_errors = candidate.check(candidate, candidate.ours)
@@ -550,7 +563,7 @@ def _check_and_capture(
     return errors, captures, {name: r for name, r in refusals.items() if name not in captures}
 
 
-def _all_candidates(specs: Sequence[RowSpec]) -> list[GpuCandidate]:
+def all_candidates(specs: Sequence[RowSpec]) -> list[GpuCandidate]:
     """Our candidates, then their peers, each once."""
     listed = [c.ours for c in specs] + [peer for c in specs for peer in c.against]
     return list({id(candidate): candidate for candidate in listed}.values())

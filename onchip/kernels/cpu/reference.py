@@ -94,7 +94,10 @@ def backward(
     """
     wide, delta = accumulator_dtype(problem.dtype), row_delta(out, dout, dlse)
     names = [n for n in DIFFERENTIABLE if getattr(x, n) is not None]
-    leaves = {n: getattr(x, n).detach().to(wide).requires_grad_() for n in names}
+    leaves = {n: getattr(x, n).detach().to(wide) for n in names}
+    if problem.captured_is_constant:
+        names.remove("captured")
+    wanted = [leaves[n].requires_grad_() for n in names]
     with torch.enable_grad():
         y = x._replace(**leaves)
         loss = torch.zeros((), dtype=wide, device=x.q.device)
@@ -106,7 +109,7 @@ def backward(
             row_dout = head_slice.take_queries(dout).transpose(1, 2).to(wide)
             row_dlse = w * ((o.detach() * row_dout).sum(-1) - head_slice.take_rows(delta))
             loss = loss + (o * w[..., None] * row_dout).sum() + (row_lse * row_dlse).sum()
-        grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+        grads = torch.autograd.grad(loss, wanted, materialize_grads=True)
     g = dict(zip(names, grads, strict=True))
     dq, dk, dv = (g[n].to(grad_dtype(problem)) for n in ("q", "k", "v"))
     return Grads(dq, dk, dv, *(g.get(n) for n in LEARNED))

@@ -125,8 +125,8 @@ class _RecordedTile(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, ds):  # pyright: ignore[reportIncompatibleMethodOverride]
-        floats = ctx.tile.evaluator.floats
-        dcaptured = None if floats is None else floats.new_zeros(floats.shape, dtype=ds.dtype)
-        if dcaptured is not None:
+        floats, dcaptured = ctx.tile.evaluator.floats, None
+        if ctx.needs_input_grad[2]:
+            dcaptured = floats.new_zeros(floats.shape, dtype=ds.dtype)
             ctx.tile.add_captured_gradient(dcaptured, ds)
         return None, ctx.tile.score_gradient(ds), dcaptured

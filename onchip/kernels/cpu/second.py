@@ -40,9 +40,9 @@ def tangent_gradients(
 ) -> Grads:
     wide = accumulator_dtype(problem.dtype)
     dq, dk, dv = (t.new_zeros(t.shape, dtype=wide) for t in x[:3])
+    captured = None if problem.captured_is_constant else x.captured
     learned = (
-        None if t is None else t.new_zeros(t.shape, dtype=wide)
-        for t in (x.bias, x.sinks, x.captured)
+        None if t is None else t.new_zeros(t.shape, dtype=wide) for t in (x.bias, x.sinks, captured)
     )
     total = Grads(dq, dk, dv, *learned)
     for head_slice in head_slices(problem, x):

@@ -114,8 +114,9 @@ def backward(
 ) -> Grads:
     wide = accumulator_dtype(problem.dtype)
     dq, dk, dv = (t.new_zeros(t.shape, dtype=wide) for t in (x.q, x.k, x.v))
+    captured = None if problem.captured_is_constant else x.captured
     dbias, dcaptured = (
-        None if t is None else t.new_zeros(t.shape, dtype=wide) for t in (x.bias, x.captured)
+        None if t is None else t.new_zeros(t.shape, dtype=wide) for t in (x.bias, captured)
     )
     sums = Grads(dq, dk, dv, dbias, dcaptured=dcaptured)
     delta = row_delta(out, dout, dlse)

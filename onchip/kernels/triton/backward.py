@@ -308,7 +308,8 @@ def backward(
     dq = _dq(problem, args, x, saved)
     dbias = None if x.bias is None else bias_gradient(problem, args, saved)
     dsinks = None if x.sinks is None else sink_gradient(x.sinks, lse, delta)
-    dcaptured = None if x.captured is None else captured_gradient(problem, args, saved)
+    has_gradient = x.captured is not None and not problem.captured_is_constant
+    dcaptured = captured_gradient(problem, args, saved) if has_gradient else None
     return Grads(dq, dk, dv, dbias, dsinks, dcaptured)
 
 

@@ -62,7 +62,7 @@ class TritonBackend(Backend):
         return None
 
     def supports_backward(self, problem: Problem, device: DeviceInfo) -> str | None:
-        text = problem.score_mod
+        text = None if problem.captured_is_constant else problem.score_mod
         if text is not None and problem.deterministic and has_any_order(text):
             return (
                 "sums the gradient of a tensor that score_mod indexes by computed indices in any"

@@ -434,6 +434,24 @@ def test_gradients_in_a_fixed_order_are_the_same_bits():
     assert all(map(torch.equal, first, second))
 
 
+@interpreted
+def test_constant_tensors_have_no_gradient_computed(monkeypatch):
+    """The same backward is then deterministic, whatever the indices."""
+    from onchip.kernels.triton import backward
+
+    q, k, v = ot.make_qkv(1, 40, num_heads=2, head_dim=16)
+    q.requires_grad_()
+    table = torch.randn(2, 81, generator=torch.Generator().manual_seed(0))
+    mod = lambda s, b, h, q, k: s + table[h, q - k + 40]
+    loss = lambda **o: onchip.attention(q, k, v, score_mod=mod, kernel="triton", **o).sum()
+    (expected,) = torch.autograd.grad(loss(), q)
+    monkeypatch.setattr(backward, "captured_gradient", None)
+    assert torch.equal(torch.autograd.grad(loss(deterministic=True), q)[0], expected)
+    table.requires_grad_()
+    with pytest.raises(TypeError):  # now the stand-in is called
+        torch.autograd.grad(loss(), (q, table))
+
+
 GPU = DeviceInfo("cuda", "", (9, 0))
 
 
@@ -449,7 +467,8 @@ def test_deterministic_gradients_of_computed_indices_are_left_to_tiled():
     assert entry.backend.supports(problem, GPU) is None
     reason = entry.backend.supports_backward(problem, GPU)
     assert "computed indices in any order, which deterministic=True excludes" in (reason or "")
-    assert entry.backend.supports_backward(problem._replace(deterministic=False), GPU) is None
+    for change in ({"deterministic": False}, {"captured_is_constant": True}):
+        assert entry.backend.supports_backward(problem._replace(**change), GPU) is None
     assert dispatch.plan(problem, GPU).kernel == "triton"
     assert dispatch.plan(problem, GPU, backward=True).kernel == "tiled"
     with pytest.raises(onchip.UnsupportedError, match="'triton' cannot .* in any order"):

@@ -38,8 +38,8 @@ FUNCTIONS = {
 SPILLS = {("sm_80", "bias", "forward_kernel"): 4, ("gfx942", "bias", "dkdv_kernel"): 5}
 
 
-def _call(arch, function, head_dim=64, lengths=LENGTHS):
-    options = {"causal": True, "score_mod": trace(function), "lengths": lengths}
+def _call(arch, function, head_dim=64, lengths=LENGTHS, **options):
+    options |= {"causal": True, "score_mod": trace(function), "lengths": lengths}
     with as_if_on(arch):
         attend(torch.bfloat16, {"head_dim": head_dim, "num_heads": 2}, options)
 
@@ -69,6 +69,11 @@ def test_kernels_fit_and_spill_nothing(launches, arch, head_dim, name):
         else:
             assert read_resources(compiled).spills <= allowed, launch.name
             assert "mma" in compiled.asm["ptx"], launch.name
+
+
+def test_constant_tensors_have_no_launch(launches):
+    _call("sm_90", FUNCTIONS["relative"], captured_is_constant=True)
+    assert [x.name for x in launches] == [f"{n}_kernel" for n in ("forward", "delta", "dkdv", "dq")]
 
 
 def test_other_lengths_take_the_same_program(launches):
