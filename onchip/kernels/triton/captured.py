@@ -266,6 +266,6 @@ def _launch(
         problem.batch, tiles_q, tiles_k, num_summed, problem.seqlen_q, problem.seqlen_k,
         *args.captured,
         *args.dims, *is_own, per is None, TILE_M=config.tile_m, TILE_N=config.tile_n,
-        SCORE_MOD=load_function(problem.score_mod, load), **launch_options(config),
+        SCORE_MOD=load_function(problem.score_mod, load, per is None), **launch_options(config),
     )  # fmt: skip
     return total

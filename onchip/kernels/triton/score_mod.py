@@ -15,11 +15,13 @@
 Line vN computes operation N. An operation has the shape of its operands, so what depends on h alone
 is computed once a program. Floats have fp32, integers 64 bits, or 32 if the result is known to fit.
 The source has no size of a captured tensor: sizes are arguments, so that a program serves every
-length. Triton reads the source by linecache, and has it in the keys of its caches.
+length, or every multiple of 8 where rows of keys are loaded by vectors. Triton reads the source by
+linecache, and has it in the keys of its caches.
 
 An index wraps as in Python, and is clamped to its tensor: a bad one reads a wrong element, never
-other memory. The quotient of two floats is rounded to nearest where a rounding or a comparison
-depends on it, because 8 / 8 must not be below 1.
+other memory. q and k themselves are not clamped, because a tile of bias[h, q, k] then is a tile of
+memory, which vectors load; outside of the tensor they read 0. The quotient of two floats is rounded
+to nearest where a rounding or a comparison depends on it, because 8 / 8 must not be below 1.
 
 The expressions are onchip/score_mods/expression.py's; examples/versions/v2.py teaches the loop that
 calls the function.
@@ -41,6 +43,7 @@ from onchip.score_mods.expression import COMPARISONS, Expression, Number
 Bounds = tuple[float, float]
 _INDEX: Bounds = (0, 1 << 30)  # of b, h, q and k, also of rows past the end of a tile
 _ANY: Bounds = (-math.inf, math.inf)
+_VECTOR = 8  # elements, of 16 bits in 16 bytes
 _INT32: Bounds = (-(1 << 31), (1 << 31) - 1)
 _FP32_MAX = 3.4028234663852886e38
 # What rounds or compares floats: a quotient before it must be exact where torch's is.
@@ -58,14 +61,20 @@ def score_function(text: str) -> Any:
 
 
 @lru_cache(maxsize=256)
-def load_function(text: str, load: int) -> Any:
+def load_function(text: str, load: int, has_element: bool) -> Any:
     """The device function of the same arguments -> (the score after score_mod, its derivative by
-    the float that operation `load` reads, the element that it reads).
+    the float that operation `load` reads, and if has_element the element that it reads, else 0).
     """
     first = first_derivatives(text)
     derivative = dict(zip(first.loads, first.by_load, strict=True))[load]
-    outputs = [_tile(first.result), _value(derivative), f"p{load} + i{load}"]
-    return _compile(_Source(first.expression, (first.result, derivative, load)).write(outputs))
+    outputs = [
+        _tile(first.result),
+        _value(derivative),
+        f"p{load} + i{load}" if has_element else "0",
+    ]
+    clamped = load if has_element else None
+    results = first.result, derivative, clamped
+    return _compile(_Source(first.expression, results, clamped).write(outputs))
 
 
 def _tile(number: int) -> str:
@@ -87,10 +96,14 @@ def _compile(source: str) -> Any:
 
 
 class _Source:
-    """The lines of the operations on which some operations depend."""
+    """The lines of the operations on which some operations depend. clamped: a load whose indices
+    are all inside its tensor.
+    """
 
-    def __init__(self, expression: Expression, results: tuple[int | None, ...]):
-        self.expression = expression
+    def __init__(
+        self, expression: Expression, results: tuple[int | None, ...], clamped: int | None = None
+    ):
+        self.expression, self.clamped = expression, clamped
         self.used = self._depend([n for n in results if n is not None])
         discrete = (n for n in self.used if expression.operations[n].name in _DISCRETE)
         self.exact = self._depend([a for n in discrete for a in expression.operations[n].args])
@@ -160,27 +173,42 @@ class _Source:
         """
         _, args, value = self.expression.operations[number]
         tensor, first = int(value or 0), self._first_size(int(value or 0))
-        terms, last = self._offset(tensor), "tl.full([], 0, tl.int32)"
+        terms, last, inside = self._offset(tensor), "tl.full([], 0, tl.int32)", []
         for i, arg in enumerate(args):
             wrap = "clamp" if self.bounds[arg][0] >= 0 else "wrap"
             index = f"{wrap}(v{arg}, sizes[{first + i}])"
+            if number != self.clamped and self.expression.operations[arg].name in ("q", "k"):
+                index = f"v{arg}"
+                inside.append(f"({index} < {self._size(number, i)})")
             if i == len(args) - 1:
                 last = index
             else:
-                strides = "".join(f" * sizes[{first + n}]" for n in range(i + 1, len(args)))
+                strides = "".join(f" * {self._size(number, n)}" for n in range(i + 1, len(args)))
                 terms.append(f"{index}.to(tl.int64){strides}")
         kind = self.expression.captured[tensor].kind
         self.bounds[number] = _ANY
         if kind == "i":
             self.wide.add(number)
         base = "floats" if kind == "f" else "integers"
-        load = f"tl.load({base} + p{number} + i{number})"
+        mask = f", mask={' & '.join(inside)}, other=0" if inside else ""
+        load = f"tl.load({base} + p{number} + i{number}{mask})"
         converted = {"f": f"{load}.to(tl.float32)", "i": load, "b": f"{load} != 0"}[kind]
         return [
             f"p{number} = {' + '.join(terms) or 'tl.full([], 0, tl.int64)'}",
             f"i{number} = {last}",
             f"v{number} = {converted}",
         ]
+
+    def _size(self, number: int, dim: int) -> str:
+        """The size of a dimension of a load. Of keys, if it is a multiple of _VECTOR, it is written
+        so that the compiler knows that: rows of bias[h, q, k] are aligned.
+        """
+        _, args, value = self.expression.operations[number]
+        tensor = int(value or 0)
+        size = f"sizes[{self._first_size(tensor) + dim}]"
+        is_row = dim == len(args) - 1 and self.expression.operations[args[dim]].name == "k"
+        is_aligned = self.expression.captured[tensor].sizes[dim] % _VECTOR == 0
+        return f"({size} // {_VECTOR} * {_VECTOR})" if is_row and is_aligned else size
 
     def _first_size(self, tensor: int) -> int:
         return sum(len(c.sizes) for c in self.expression.captured[:tensor])

@@ -114,7 +114,7 @@ OPERATIONS = {
     "indices": lambda s, b, h, q, k: s + 100 * b + 10 * h,
     "load": lambda s, b, h, q, k: s * VECTOR[h] + MATRIX[h, k % 7],
     "load from the end": lambda s, b, h, q, k: s + VECTOR[-1 - (k % 9)] + MATRIX[-1, k % 7 - 7],
-    "load out of range": lambda s, b, h, q, k: s + VECTOR[k] + VECTOR[q - 50],
+    "load out of range": lambda s, b, h, q, k: s + VECTOR[k * 2] + VECTOR[q - 50],
     "load of integers": lambda s, b, h, q, k: s + NUMBERS[q] * 0.5 + VECTOR[NUMBERS[k] + 5],
     "load of bools": lambda s, b, h, q, k: torch.where(FLAGS[k % 9], s, VECTOR[h + b]),
     "load of a scalar": lambda s, b, h, q, k: s * VECTOR[3] + VECTOR[h],
