@@ -320,6 +320,21 @@ SPLIT_WAVES = 2  # programs per processor if sequences are split: one starts whi
 SPLIT_MOST_WAVES = 4  # programs that a processor can run at once: registers of 4 x 4 warps
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program and its share of the merge
 FIXED_KEYS = 1024  # per split, if splits must not depend on the batch
+# The reproducible forward: one tile for all calls of a dtype and head_dim, of 64 rows, which the
+# products of a warpgroup need. By ptxas reports (2026-11-20, Triton 3.6 and 3.9): no spills, and two
+# programs on a processor up to head_dim 128. Stages change no bit. Keys of a split: few enough for
+# the programs of one long sequence, and a merge for every eight tiles.
+TRITON_FIXED_ORDER = {
+    (2, 64): _T(64, 64, 4, 3),
+    (2, 128): _T(64, 64, 4, 3),
+    (2, 256): _T(64, 32, 8, 2),
+    (4, 64): _T(32, 32, 8, 2),
+    (4, 128): _T(32, 16, 8, 2),
+    (4, 256): _T(32, 16, 8, 2),
+}
+FIXED_ORDER_KEYS = 512
+FIXED_ORDER_MERGE = _T(4, 4, 4, 1)  # rows of a program, splits whose loads are issued at once
+FIXED_ORDER_SCRATCH_BYTES = 256 << 20  # states of splits; more: one program for each tile
 TRITON_STREAMED = _T(16, 0, 4, 1)  # delta: bound by memory, any tile of some kB will do
 FOLD_ROWS_WIDE = 4  # of 512 columns: 8 rows of four states and their sum spill (ptxas, 2026-11-19)
 TRITON_MERGE = _T(0, 32, 4, 1)  # splits at a time: one after the other, each would cost a latency
@@ -527,6 +542,8 @@ def triton_config(kernel: str, use: TritonUse) -> TritonConfig:
 
 
 def _triton_row(kernel: str, dim: int, use: TritonUse) -> TritonConfig:
+    if kernel == "fixed_order":
+        return find_row("TRITON_FIXED_ORDER", (use.itemsize, dim), use.device)
     if kernel in ("delta", "merge"):
         return TRITON_MERGE if kernel == "merge" else TRITON_STREAMED
     if dim > _DIMS[-1]:
