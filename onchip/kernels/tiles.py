@@ -363,6 +363,50 @@ PRODUCT_MOST_ROWS, PRODUCT_MOST_BYTES = max(TRITON_PRODUCT), 1 << 26
 AMD_PRODUCT_ROWS = 16  # of a program: its compiler uses tensor cores from 16 rows on, and pads none
 # 64 kB of LDS, of which a tile takes twice its size; larger ones also spill (gfx942, Triton 3.6).
 AMD_PRODUCT = ProductRow((32, 16), 16_384, (2048, 8192))
+
+# Products with reproducible=True (llm/fixed_order.py): (rows, weight rows, columns) of a tile, warps
+# and stages. The largest tile with a program for nine of ten processors is taken: for few rows
+# those of few weight rows, whose loads are in flight on all processors. All of 16-bit numbers are
+# products of 64 rows and more, one instruction family on Hopper; models/order_check.py compares
+# their bits on the device. From ptxas reports (2026-11-20, Triton 3.6 and 3.9), not timed.
+class FixedOrderTile(NamedTuple):
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def config(self) -> TritonConfig:
+        return TritonConfig(self.tile_m, self.tile_n, self.num_warps, self.num_stages)
+
+
+_F = FixedOrderTile
+FIXED_ORDER_TILES = (
+    _F(128, 256, 64, 8, 4),
+    _F(128, 128, 64, 8, 4),
+    _F(64, 128, 64, 4, 4),
+    _F(64, 64, 128, 4, 3),
+    _F(64, 32, 128, 4, 4),
+    _F(64, 16, 128, 4, 5),
+)
+FIXED_ORDER_TILE_FP32 = _F(64, 64, 32, 8, 2)  # no tensor cores: one tile for all calls
+FIXED_ORDER_GROUP = 8  # tiles of rows whose programs are neighbours, and share weights in L2
+
+
+def fixed_order_tile(
+    rows: int, columns: int, itemsize: int, processors: int, shared_bytes: int
+) -> FixedOrderTile:
+    """The tile of a product of x (rows, ...) and a weight (columns, ...)."""
+    if itemsize == 4:
+        return FIXED_ORDER_TILE_FP32
+    programs = lambda tile: ceil(rows / tile.tile_m) * ceil(columns / tile.tile_n)
+    fits = (tile for tile in FIXED_ORDER_TILES if 10 * programs(tile) >= 9 * processors)
+    tile = next(fits, FIXED_ORDER_TILES[-1])
+    stage_bytes = (tile.tile_m + tile.tile_n) * tile.tile_k * itemsize
+    return tile._replace(num_stages=min(tile.num_stages, shared_bytes // stage_bytes))
+
+
 # Elements of x (rows x width) up to which a product computes the norm of its input: every program
 # reads x and the residual, twice if a row is longer than a tile. From 16 x 1,024 or 4 x 4,096 on,
 # the programs of a layer of 8B would read as many bytes of them as of weights.
