@@ -365,8 +365,8 @@ AMD_PRODUCT_ROWS = 16  # of a program: its compiler uses tensor cores from 16 ro
 AMD_PRODUCT = ProductRow((32, 16), 16_384, (2048, 8192))
 
 # Products with reproducible=True (llm/fixed_order.py): (rows, weight rows, columns) of a tile, warps
-# and stages. The largest tile with a program for nine of ten processors is taken: for few rows
-# those of few weight rows, whose loads are in flight on all processors. All of 16-bit numbers are
+# and stages. The largest tile with a program for nine of ten processors is taken: for few rows one
+# of few weight rows, so that loads are in flight on all processors. All of 16-bit numbers are
 # products of 64 rows and more, one instruction family on Hopper; models/order_check.py compares
 # their bits on the device. From ptxas reports (2026-11-20, Triton 3.6 and 3.9), not timed.
 class FixedOrderTile(NamedTuple):
@@ -394,17 +394,27 @@ FIXED_ORDER_TILE_FP32 = _F(64, 64, 32, 8, 2)  # no tensor cores: one tile for al
 FIXED_ORDER_GROUP = 8  # tiles of rows whose programs are neighbours, and share weights in L2
 
 
-def fixed_order_tile(
-    rows: int, columns: int, itemsize: int, processors: int, shared_bytes: int
+def fixed_order_tiles(itemsize: int, shared_bytes: int) -> tuple[FixedOrderTile, ...]:
+    """The tiles for numbers of this size, with as many stages as fit the shared memory."""
+    if itemsize == 4:
+        return (FIXED_ORDER_TILE_FP32,)
+    stage_bytes = lambda tile: (tile.tile_m + tile.tile_n) * tile.tile_k * itemsize
+    stages = (min(t.num_stages, shared_bytes // stage_bytes(t)) for t in FIXED_ORDER_TILES)
+    pairs = zip(FIXED_ORDER_TILES, stages, strict=True)
+    return tuple(tile._replace(num_stages=count) for tile, count in pairs)
+
+
+def choose_fixed_order_tile(
+    tiles: tuple[FixedOrderTile, ...], rows: int, columns: int, processors: int
 ) -> FixedOrderTile:
     """The tile of a product of x (rows, ...) and a weight (columns, ...)."""
-    if itemsize == 4:
-        return FIXED_ORDER_TILE_FP32
-    programs = lambda tile: ceil(rows / tile.tile_m) * ceil(columns / tile.tile_n)
-    fits = (tile for tile in FIXED_ORDER_TILES if 10 * programs(tile) >= 9 * processors)
-    tile = next(fits, FIXED_ORDER_TILES[-1])
-    stage_bytes = (tile.tile_m + tile.tile_n) * tile.tile_k * itemsize
-    return tile._replace(num_stages=min(tile.num_stages, shared_bytes // stage_bytes))
+    least_rows = tiles[-1].tile_m
+    for tile in tiles:
+        programs = ceil(rows / tile.tile_m) * ceil(columns / tile.tile_n)
+        is_filled = rows > tile.tile_m // 2 or tile.tile_m == least_rows
+        if is_filled and 10 * programs >= 9 * processors:
+            return tile
+    return tiles[-1]
 
 
 # Elements of x (rows x width) up to which a product computes the norm of its input: every program

@@ -1,6 +1,6 @@
 """Matrix products whose bits do not depend on the number of rows: out = x @ weight.T + bias.
 
-    a program owns TILE_M rows of x and TILE_N rows of the weight, all of their WIDTH columns
+    a program owns TILE_M rows of x and TILE_N rows of the weight, all of their columns
 
       acc = 0
       for k in 0, TILE_K, 2 TILE_K, ...      in this order, whatever the tile
@@ -29,9 +29,9 @@ from onchip.kernels.llm.pointwise import as_rows
 from onchip.kernels.runtime.launcher import CachedLauncher, on_device
 from onchip.kernels.tiles import (
     FIXED_ORDER_GROUP,
-    FIXED_ORDER_TILES,
     FixedOrderTile,
-    fixed_order_tile,
+    choose_fixed_order_tile,
+    fixed_order_tiles,
 )
 from onchip.kernels.triton.decode import machine
 from onchip.kernels.triton.launch import dependent_options
@@ -40,11 +40,11 @@ from onchip.kernels.triton.tile import dot, round_to
 
 @triton.jit(do_not_specialize=("num_rows",))
 def fixed_order_product_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, stride_x, stride_weight, num_rows, num_columns,
-    WIDTH: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, stride_x, stride_weight, num_rows, num_columns, width,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, RAGGED: tl.constexpr,
     GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """TILE_M rows and TILE_N columns of out."""
+    """TILE_M rows and TILE_N columns of out. RAGGED: TILE_K does not divide width."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -57,14 +57,14 @@ def fixed_order_product_kernel(
     x_ptr += row.to(tl.int64)[:, None] * stride_x + cols[None, :]
     weight_ptr += weight_row[:, None] * stride_weight + cols[None, :]
     acc = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for k in range(0, WIDTH, TILE_K):
-        if WIDTH % TILE_K == 0:
-            x = tl.load(x_ptr, mask=inside, other=0.0)
-            w = tl.load(weight_ptr)
-        else:
-            exist = (k + cols < WIDTH)[None, :]
+    for k in range(0, width, TILE_K):
+        if RAGGED:
+            exist = (k + cols < width)[None, :]
             x = tl.load(x_ptr, mask=inside & exist, other=0.0)
             w = tl.load(weight_ptr, mask=exist, other=0.0)
+        else:
+            x = tl.load(x_ptr, mask=inside, other=0.0)
+            w = tl.load(weight_ptr)
         acc = dot(x, tl.trans(w), acc)
         x_ptr += TILE_K
         weight_ptr += TILE_K
@@ -111,15 +111,21 @@ def multiply_by(
         with on_device(x):
             _product_kernel[(tiles,)](
                 a, w, bias, out, a.stride(0), w.stride(0), num_rows, num_columns,
-                width, tile.tile_m, tile.tile_n, tile.tile_k, FIXED_ORDER_GROUP, **options,
+                width, tile.tile_m, tile.tile_n, tile.tile_k, width % tile.tile_k != 0,
+                FIXED_ORDER_GROUP, **options,
             )  # fmt: skip
     return out
 
 
 def choose_tile(x: Tensor, weight: Tensor) -> FixedOrderTile:
-    rows, columns = x.shape[:-1].numel(), weight.shape[0]
+    tiles, rows = find_tiles(x), x.shape[:-1].numel()
+    return choose_fixed_order_tile(tiles, rows, weight.shape[0], machine(x.device).processors)
+
+
+def find_tiles(x: Tensor) -> tuple[FixedOrderTile, ...]:
+    """All tiles that `multiply` may choose for rows like x. Interpreted: one, because a library's
+    product of another shape has other bits.
+    """
     device = device_info(x.device)
-    if device.type == "cpu":  # interpreted: a library's product of another tile has other bits
-        return FIXED_ORDER_TILES[-1]
-    processors = machine(x.device).processors
-    return fixed_order_tile(rows, columns, x.element_size(), processors, device.shared_bytes)
+    tiles = fixed_order_tiles(x.element_size(), device.shared_bytes)
+    return tiles[-1:] if device.type == "cpu" else tiles
