@@ -302,8 +302,8 @@ def merge_splits_kernel(
     slot = (tl.cast(number, tl.int64) * num_kv_heads + kv) * most_splits
     for s0 in range(begin, end, AT_A_TIME):
         for s in tl.static_range(AT_A_TIME):  # unrolled: their loads are issued at once
-            row = (slot + s0 + s) * part_rows + local
-            stored = exist & (s0 + s < end)
+            split = s0 + s + local * 0
+            row, stored = (slot + split) * part_rows + local, exist & (split < end)
             m_split = tl.load(part_sums_ptr + 2 * row, mask=stored, other=LOWEST)
             l_split = tl.load(part_sums_ptr + 2 * row + 1, mask=stored, other=0.0)
             cells = parts_ptr + row[:, None] * HEAD_DIM_V + dims[None, :]
