@@ -33,7 +33,12 @@ from onchip.models.pointwise import (
 )
 from onchip.models.prefill_8bit import attend_projections, fuses_prefill
 from onchip.models.products import find_kernel, norm_product, product
-from onchip.models.reproducible import in_whole_vectors, is_reproducible, reproducible_rows
+from onchip.models.reproducible import (
+    in_whole_vectors,
+    is_reproducible,
+    reproducible_rows,
+    runs_kernels,
+)
 from onchip.models.rotary import Rotary, cos_sin, rotate
 from onchip.models.routing import Routing
 from onchip.models.weight_names import Shard
@@ -85,7 +90,7 @@ class DecoderAttention(nn.Module):
         """q, k and v, normalised and rotated. On a GPU in the reproducible mode with the bits of
         `write`.
         """
-        if is_reproducible() and qkv.is_cuda and self._has_rms_norms:
+        if is_reproducible() and runs_kernels(qkv) and self._has_rms_norms:
             projections, norms = self._projections(qkv, rope), self._norms()
             weights, eps_offset = (norms[:2], norms[2:]) if norms else ((None, None), (0.0, 0.0))
             turn = projections.turn or (None, None)

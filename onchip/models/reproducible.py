@@ -59,6 +59,11 @@ def is_reproducible() -> bool:
     return not torch.compiler.is_compiling() and _is_on.get()
 
 
+def runs_kernels(x: Tensor) -> bool:
+    """Whether the mode computes rows like x by kernels of this package: on a GPU."""
+    return x.is_cuda
+
+
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias in an order of sums that does not depend on the number of rows. The
     gradient is that of torch's product.
@@ -72,7 +77,7 @@ class _FixedOrderProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(x, weight)
-        if x.is_cuda:
+        if runs_kernels(x):
             from onchip.kernels.llm import fixed_order
 
             return fixed_order.multiply(x, weight, bias)
@@ -108,7 +113,7 @@ def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """function(x) of a function of single elements. In the mode, on the CPU, each element is in a
     whole vector.
     """
-    if x.is_cuda or not is_reproducible():
+    if runs_kernels(x) or not is_reproducible():
         return function(x)
     flat = x.reshape(-1)
     padded = F.pad(flat, (0, -len(flat) % _WHOLE))
@@ -126,7 +131,7 @@ def forward_by_kernel(function: _F) -> _F:
 
     @wraps(function)
     def run(*args: Any) -> Any:
-        if torch.is_grad_enabled() and args[0].is_cuda and is_reproducible():
+        if torch.is_grad_enabled() and is_reproducible() and runs_kernels(args[0]):
             return _KernelForward.apply(function, *args)
         return function(*args)
 
