@@ -321,9 +321,10 @@ SPLIT_MOST_WAVES = 4  # programs that a processor can run at once: registers of 
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program and its share of the merge
 FIXED_KEYS = 1024  # per split, if splits must not depend on the batch
 # The reproducible forward: one tile for all calls of a dtype and head_dim, of 64 rows, which the
-# products of a warpgroup need. By ptxas reports (2026-11-20, Triton 3.6 and 3.9): no spills, and two
-# programs on a processor up to head_dim 128. Stages change no bit. Keys of a split: few enough for
-# the programs of one long sequence, and a merge for every eight tiles.
+# products of a warpgroup need. By ptxas reports (2026-11-20, Triton 3.6 and 3.9): at most 2 % of
+# the instructions spill, and two programs fit on a processor up to head_dim 128. Stages change no
+# bit. Keys of a split: few enough for the programs of one long sequence, and a merge for every
+# eight tiles.
 TRITON_FIXED_ORDER = {
     (2, 64): _T(64, 64, 4, 3),
     (2, 128): _T(64, 64, 4, 3),
@@ -364,12 +365,15 @@ AMD_PRODUCT_ROWS = 16  # of a program: its compiler uses tensor cores from 16 ro
 # 64 kB of LDS, of which a tile takes twice its size; larger ones also spill (gfx942, Triton 3.6).
 AMD_PRODUCT = ProductRow((32, 16), 16_384, (2048, 8192))
 
-# Products with reproducible=True (llm/fixed_order.py): (rows, weight rows, columns) of a tile, warps
-# and stages. The largest tile with a program for nine of ten processors is taken: for few rows one
-# of few weight rows, so that loads are in flight on all processors. All of 16-bit numbers are
-# products of 64 rows and more, one instruction family on Hopper; models/order_check.py compares
-# their bits on the device. From ptxas reports (2026-11-20, Triton 3.6 and 3.9), not timed.
+
+# Products with reproducible=True (llm/fixed_order.py). The largest tile with a program for nine of
+# ten processors is taken: for few rows one of few weight rows, so that loads are in flight on all
+# processors. All of 16-bit numbers have 64 rows and more, one instruction family on Hopper;
+# models/order_check.py compares their bits on the device. From ptxas reports (2026-11-20, Triton
+# 3.6 and 3.9), not timed.
 class FixedOrderTile(NamedTuple):
+    """Rows of x and of the weight, and columns that are multiplied at a time."""
+
     tile_m: int
     tile_n: int
     tile_k: int

@@ -1,20 +1,21 @@
 """The reproducible mode: the bits of a row depend on that row alone, not on other rows, on their
 number, on threads, nor on whether gradients are recorded. Attention has the option `reproducible`.
 
-What depends on more by default, and how it is computed here:
+What depends on more by default, and how it is computed here. On the CPU:
 
-                       CPU                                  GPU
-    products           a BLAS chooses its order of sums by the number of rows. Here every call
-                       has ROWS rows; zeros fill the last   is a kernel with one order of sums
-                       tile                                 (kernels/llm/fixed_order.py)
-    exp, silu, tanh    torch computes elements after the    row by row in torch
-                       last whole vector by other code.
-                       Here zeros follow them
-    norms, gates,      row by row in torch                  the kernels of inference, with gradients,
-    rotation                                                too: `forward_by_kernel`
-    any of them        several threads cut elsewhere, and   -
-                       MKL then sums in parts: one thread
-    softmax            row by row in torch: `order_check` compares it, and all of the above.
+    products           a BLAS chooses its order of sums by the number of rows. Here every call has
+                       ROWS rows; zeros fill the last tile.
+    exp, silu, tanh    torch computes the elements after the last whole vector by other code. Here
+                       zeros follow them, so that there is none.
+    any of them        several threads cut elsewhere, and MKL then sums in parts: one thread.
+
+On a GPU:
+
+    products                  a kernel with one order of sums (kernels/llm/fixed_order.py)
+    norms, gates, rotation    the fused kernels of inference, and where gradients are recorded the
+                              same kernels: `forward_by_kernel`
+
+Norms on the CPU and softmax are row by row in torch: `order_check` compares them, too.
 """
 
 from collections.abc import Callable, Iterator
@@ -124,9 +125,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def forward_by_kernel(function: _F) -> _F:
-    """Decorate a function of positional arguments, the first of them a tensor, that has a fused kernel for calls without gradients. In the
-    mode, on a GPU, a call that records gradients runs the kernel, too, so that its bits are the
-    same; its backward differentiates the definition.
+    """Decorate a function of positional arguments, the first of them a tensor, that has a fused
+    kernel for calls without gradients. In the mode, on a GPU, a call that records gradients runs
+    the kernel, too, so that its bits are the same; its backward differentiates the definition.
     """
 
     @wraps(function)

@@ -187,6 +187,8 @@ def fixed_order_kernel(
     seen_keys = find_keys(at, r0, left, right, group_size, TILE_M)
     begin, end = seen_keys.start // TILE_N, tl.cdiv(seen_keys.stop, TILE_N)
     if parts_ptr is not None:
+        # Bad offsets may exceed the declared maxima, for which there is scratch memory.
+        exist, end = exist & (row - r0 < part_rows), tl.minimum(end, most_splits * SPLIT_TILES)
         first_split = begin // SPLIT_TILES
         share = tl.cdiv(tl.cdiv(end, SPLIT_TILES) - first_split, programs)
         split = first_split + program * share
@@ -296,7 +298,8 @@ def merge_splits_kernel(
     i, h = (r0 + local) // group_size, kv * group_size + (r0 + local) % group_size
     exist = (local < part_rows) & (i < at.seqlen_q)
     seen_keys = find_keys(at, r0, left, right, group_size, TILE_M)
-    begin, end = seen_keys.start // SPLIT_KEYS, tl.cdiv(seen_keys.stop, SPLIT_KEYS)
+    begin = seen_keys.start // SPLIT_KEYS
+    end = tl.minimum(tl.cdiv(seen_keys.stop, SPLIT_KEYS), most_splits)
     zeros, dims = tl.zeros([ROWS], tl.float32), tl.arange(0, PAD_DIM_V)
     m, l, acc = zeros + LOWEST, zeros, tl.zeros([ROWS, PAD_DIM_V], tl.float32)
     slot = (tl.cast(number, tl.int64) * num_kv_heads + kv) * most_splits

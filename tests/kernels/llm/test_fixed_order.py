@@ -39,9 +39,7 @@ def test_bits_of_a_product_do_not_depend_on_its_rows(inner, outer, dtype):
 @pytest.mark.parametrize("inner, outer", [(1000, 4096), (4096, 1024)])
 def test_all_tiles_have_the_same_bits(inner, outer, dtype):
     x, weight, bias = make(200, inner, outer, dtype)
-    results = [
-        fixed_order.multiply_by(tile, x, weight, bias) for tile in fixed_order.find_tiles(x)
-    ]
+    results = [fixed_order.multiply_by(tile, x, weight, bias) for tile in fixed_order.find_tiles(x)]
     for result in results[1:]:
         assert torch.equal(result, results[0])
     assert len(results) == (1 if dtype == torch.float32 else len(tiles.FIXED_ORDER_TILES))
