@@ -153,17 +153,16 @@ def _check_pages(model: "Decoder", generator: torch.Generator) -> None:
     """
     tokens = torch.randint(model.config.vocab_size, (sum(_STEPS),), generator=generator)
     tokens = tokens[: model.config.max_seqlen].to(model.device)
-    cache = KVCache(model.cache_spec(), -(-len(tokens) // 16) + 1, max_seqs=1)
-    sequence, parts, start = cache.open(), [], 0
+    cache = KVCache(model.cache_spec(), -(-len(tokens) // 16) + 1, max_seqs=1, prefix_reuse=False)
+    sequences, parts, start = [cache.open()], [], 0
     with reproducible_rows():
         for step in tokens.split(_steps_up_to(len(tokens))):
-            if (failed := cache.append_all([sequence], [step.tolist()])) is not None:
-                raise RuntimeError(f"no page for {failed}")
-            batch = cache.view([sequence])
-            positions = torch.arange(start, start + len(step), device=model.device)
-            parts.append(model.run(step, positions, PagedAttend(batch, cache)))
-            cache.commit_all([sequence], [sequence.length])
-            start += len(step)
+            stop = start + len(step)
+            cache.append_all(sequences, [step.tolist()])
+            paged = PagedAttend(cache.view(sequences), cache)
+            parts.append(model.run(step, torch.arange(start, stop, device=step.device), paged))
+            cache.commit_all(sequences, [stop])
+            start = stop
         whole = model.full(tokens[None])[0]
     _check_equal("decoding over pages", torch.cat(parts), whole)
 

@@ -65,13 +65,8 @@ def test_gradients_are_those_of_the_definition():
         for shape, needs in (((5, 8), True), ((5, 8), False), ((8,), True))
     )
     args = (x, y, weight, 1e-6, 1.0)
-    totals = [
-        sum((i + 1) * out.pow(2).sum() for i, out in enumerate(outs))
-        for outs in (
-            _KernelForward.apply(pointwise.add_rms_norm, *args),
-            pointwise.add_rms_norm(*args),
-        )
-    ]
+    both = _KernelForward.apply(pointwise.add_rms_norm, *args), pointwise.add_rms_norm(*args)
+    totals = [sum((i + 1) * out.pow(2).sum() for i, out in enumerate(outs)) for outs in both]
     ours, usual = (torch.autograd.grad(total, (x, weight)) for total in totals)
     for a, b in zip(ours, usual, strict=True):
         torch.testing.assert_close(a, b)
