@@ -81,9 +81,12 @@ class DecoderAttention(nn.Module):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of each attention call of this layer."""
+        """The options of each attention call of this layer. The reproducible mode is one of the
+        forward: deterministic is the backward's.
+        """
         options = self._score_options
-        options = options | {"reproducible": True} if is_reproducible() else options
+        if is_reproducible():
+            options = options | {"reproducible": True, "deterministic": True}
         return options if self.sinks is None else options | {"sinks": self.sinks}
 
     def _split(self, qkv: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
