@@ -5,50 +5,46 @@ of calls whose forward is a kernel.
 import pytest
 import torch
 
-from onchip.models import ModelConfig, order_check, pointwise, random_model, reproducible
+from onchip.models import ModelConfig, order_check, pointwise, random_model
 from onchip.models.reproducible import _KernelForward, reproducible_rows
-from tests.interpreted import interpreted
+from onchip.models.rotary import cos_sin
+from tests.interpreted import interpreted, mark_slow_except
 from tests.models.conftest import fields
 
-TEXT = torch.randint(130, (2, 7), generator=torch.Generator().manual_seed(0))
+TEXT = torch.randint(130, (2, 5), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
 def as_on_gpu(monkeypatch):
-    """The mode runs the kernels of a GPU on CPU tensors, counted by name."""
-    from onchip.core import dispatch
+    """The mode runs the kernels of a GPU on CPU tensors; the grids of their launches."""
     from onchip.kernels.llm import pointwise as kernels
     from onchip.kernels.runtime.launcher import observe_launches
 
     find = lambda *tensors: None if torch.is_grad_enabled() else kernels
-    monkeypatch.setattr(reproducible, "runs_kernels", lambda x: True)
-    monkeypatch.setattr("onchip.models.decoder.runs_kernels", lambda x: True)
-    monkeypatch.setattr("onchip.models.decoder.fused", find)
-    monkeypatch.setattr(pointwise, "fused", find)
-    served = dispatch.get_backend("triton").supports
-    assert served is not None
+    for module in ("reproducible", "decoder"):
+        monkeypatch.setattr(f"onchip.models.{module}.runs_kernels", lambda x: True)
+    for module in ("pointwise", "decoder"):
+        monkeypatch.setattr(f"onchip.models.{module}.fused", find)
+    monkeypatch.setattr(order_check, "_STEPS", (1, 3, 2))
     launches = []
     with observe_launches(lambda compiled, grid, args: launches.append(grid)):
         yield launches
 
 
 @interpreted
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("family", mark_slow_except((0,), ["qwen3", "gemma2"]))
 def test_a_decoder_of_kernels(family, as_on_gpu):
-    """With and without gradients, in chunks over pages: the same bits."""
-    decoder = random_model(ModelConfig.from_hf(fields(family)), seed=1, dtype=torch.bfloat16)
-    order_check._STEPS, before = (1, 5, 3), order_check._STEPS
-    try:
-        order_check._check_pages(decoder, torch.Generator().manual_seed(0))
-    finally:
-        order_check._STEPS = before
+    """With and without gradients, in steps over pages: the same bits."""
+    config = fields(family) | {"num_hidden_layers": 1}
+    decoder = random_model(ModelConfig.from_hf(config), seed=1, dtype=torch.bfloat16)
+    order_check._check_pages(decoder, torch.Generator().manual_seed(0))
     with reproducible_rows():
         whole = decoder.logits(decoder.full(TEXT))
         assert whole.requires_grad and as_on_gpu
         with torch.no_grad():
-            assert torch.equal(decoder.logits(decoder.full(TEXT[1:, :5]))[0], whole[1, :5])
+            assert torch.equal(decoder.logits(decoder.full(TEXT[1:, :3]))[0], whole[1, :3])
         whole.square().mean().backward()
-    ours = [p.grad.clone() for p in decoder.parameters()]
+    ours = [p.grad for p in decoder.parameters()]
     decoder.zero_grad()
     usual = decoder.logits(decoder.full(TEXT))
     usual.square().mean().backward()
@@ -83,8 +79,6 @@ def test_split_heads_is_what_a_layer_computes():
     attention = decoder.layers[0].attention
     qkv = torch.randn(3, attention.qkv.weight.shape[0])
     positions = torch.tensor([4, 0, 9])
-    from onchip.models.rotary import cos_sin
-
     rope = [cos_sin(rotary, positions) for rotary in decoder.rotaries]
     norms = attention.q_norm.weight, attention.k_norm.weight
     eps_offset = attention.q_norm.eps, attention.q_norm.offset
