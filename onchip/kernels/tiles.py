@@ -601,7 +601,7 @@ def triton_config(kernel: str, use: TritonUse) -> TritonConfig:
 
 def _triton_row(kernel: str, dim: int, use: TritonUse) -> TritonConfig:
     if kernel == "fixed_order":
-        return find_row("TRITON_FIXED_ORDER", (use.itemsize, dim), use.device)
+        return TRITON_FIXED_ORDER[use.itemsize, dim]
     if kernel in ("delta", "merge"):
         return TRITON_MERGE if kernel == "merge" else TRITON_STREAMED
     if dim > _DIMS[-1]:

@@ -17,9 +17,8 @@ and one; q0 one masked tile. Tiles above the diagonal are never loaded.
 There is no barrier in this file: Triton pipelines the loads of k and v (num_stages of the tile
 table). State stays in registers, so the results do not depend on the order of the programs.
 
-Few queries over many keys, and paged keys, run in decode.py; reproducible calls in fixed_order.py.
-The teaching version, without options,
-is examples/versions/v2.py.
+Few queries over many keys, and paged keys, run in decode.py, reproducible calls in fixed_order.py.
+The teaching version, without options, is examples/versions/v2.py.
 """
 
 import triton
