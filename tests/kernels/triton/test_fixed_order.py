@@ -74,10 +74,9 @@ def test_bits_do_not_depend_on_the_call(dtype, options, short_splits, monkeypatc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [(16, 8), (32, 8), (8, 8)], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_bits_of_the_heads_of_models(head_dim, heads, monkeypatch):
-    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim}
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 8, 64), (8, 4, 256)], ids=str)
+def test_bits_of_the_heads_of_models(heads, monkeypatch):
+    sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True))
     _check_calls(torch.bfloat16, {}, sizes, LENGTHS, monkeypatch)
 
 
