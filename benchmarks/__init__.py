@@ -24,6 +24,7 @@ BENCHES |= {
         "step": "GPU: time of one decoding step of a served model, by part",
         "products": "GPU: matrix products of 1 to 16 rows against torch's, and against a copy",
         "decoding": "GPU: latency of small batches, drafts, structured texts, long requests",
+        "reproducible": "GPU: what reproducible=True costs: attention, products, engine, training",
         "masks": "GPU: windows, block-sparse masks, masks of single bits",
         "wide": "GPU: head_dim 512 and its memory; decoding over latent pages",
         "hbm": "GPU: time and bytes over HBM of standard attention, v1 to v3 and onchip",

@@ -106,6 +106,8 @@ def as_if_on(arch: str) -> Iterator[None]:
         patch("onchip.kernels.llm.pointwise.device_info", device_info),
         patch("onchip.kernels.llm.products.device_info", device_info),
         patch("onchip.kernels.llm.products.machine", lambda device: H200),
+        patch("onchip.kernels.llm.fixed_order.device_info", device_info),
+        patch("onchip.kernels.llm.fixed_order.machine", lambda device: H200),
         patch("onchip.kernels.llm.fused_moe.device_info", device_info),
         patch("onchip.kernels.llm.fused_moe.machine", lambda device: H200),
     ):

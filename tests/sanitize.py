@@ -57,6 +57,14 @@ CALLS = {
     },  # masks have strips from 1,025 keys on
     "modified": {"alibi_slopes": True, "bias": True, "dropout_p": 0.2, "return_stats": True},
     "packed": {"packed": True, "causal": True},
+    "reproducible": {"reproducible": True, "causal": True, "kernels": ("triton",)},
+    "reproducible packed": {
+        "reproducible": True,
+        "packed": True,
+        "causal": True,
+        "window_size": (50, 0),
+        "kernels": ("triton",),
+    },
     "tangents": {"tangents": True, "causal": True, "sinks": True, "kernels": ("triton",)},
     "tangents modified": {
         "tangents": True,
@@ -144,6 +152,8 @@ def paged(kernel: str, lengths: tuple[int, int], shape: dict) -> None:
     for page_size in (1, 16):
         pages = ot.make_pages(x.k, x.v, x.cu_seqlens_k, page_size)
         onchip.paged_attention(x.q, *pages, **queries, kernel=kernel, return_lse=True)
+        if kernel == "triton":
+            onchip.paged_attention(x.q, *pages, **queries, reproducible=True)
     table = pages.page_table[2:, :2].expand(3, -1)  # one shared page, one partial page
     seqlens = torch.full((3,), 17, dtype=torch.int32)
     free = PrefixCosts(page=1, query=0, partial=0, level=0)
@@ -191,6 +201,8 @@ def decoder(head_dim: int, length: int, device: str) -> None:
         _decode(model, KVCache(model.cache_spec(4, kv_dtype), 400), length)
     with fuse_products():
         _decode(model, KVCache(model.cache_spec(4), 400), 9)
+    model.set_reproducible()
+    _decode(model, KVCache(model.cache_spec(4), 400), length)
     config = ModelConfig.from_hf(MODEL | EXPERTS | {"head_dim": head_dim})
     sparse = random_model(config, device=device, dtype=torch.bfloat16)
     with fuse_experts():

@@ -120,7 +120,7 @@ def attention(
     gradients are for the unquantised q, k and v. "auto": "fp8" where a GPU has a kernel for it and
     is faster (8k keys per query), else None.
     reproducible: the bits of a row of the forward depend on that row and on the keys up to its own
-    alone: not on the batch, on packing, chunks or pages. On the CPU (docs/reproducible.md).
+    alone: not on the batch, on packing, chunks or pages (docs/reproducible.md).
     kernel: a name from `onchip doctor`. That kernel serves the call, or the call is refused.
     """
     if unknown:

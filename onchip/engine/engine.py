@@ -537,7 +537,7 @@ def _set_reproducible(
     options: dict[str, object],
 ) -> None:
     """Put the model into its reproducible mode. UnsupportedError: an option of the engine computes
-    attention in another order. fused_decode needs no refusal: it runs on GPUs alone.
+    attention in another order. fused_decode needs no refusal: in the mode no product is fused.
     """
     if not isinstance(model, Decoder):
         raise UnsupportedError(

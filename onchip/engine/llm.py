@@ -50,8 +50,7 @@ class LLM:
     layers of experts are fused kernels there, which CUDA graphs can hold; see docs/models.md.
     num_pages: pages of the cache; None for as many as fit. speculative_config: a dict with the
     names of `SpeculativeConfig`; outputs do not change, see docs/engine.md. reproducible: log
-    probabilities have the bits of a forward of the trainable model, on the CPU; see
-    docs/reproducible.md.
+    probabilities have the bits of a forward of the trainable model; see docs/reproducible.md.
 
     tensor_parallel_size: torchrun starts this many processes, which all make the same calls. All
     ranks must decide alike, so nothing may depend on time: no graphs, swaps wait for their copies,

@@ -225,6 +225,9 @@ def sample(logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
     if metadata.beam_temperature is not None:
         raw = logits.float() / metadata.beam_temperature[:, None]
     if (kernel := _find_kernel(raw)) and len(raw):
+        if is_reproducible():
+            token = _draw_with_kernel(kernel, raw, metadata)[0]
+            return compute_logprobs(raw, token, metadata.num_top)
         return _sample_with_kernel(kernel, raw, metadata)
     raw = raw.float()
     return compute_logprobs(
@@ -239,7 +242,7 @@ def compute_logprobs(logits: Tensor, token: Tensor, num_top: int | None) -> Samp
     logits = logits.float()
     if is_reproducible():  # the bits of log_softmax, with which a trainer computes them
         logprobs = logits.log_softmax(-1)
-        return _gather_logprobs(logprobs, token, torch.zeros(len(logits)), num_top)
+        return _gather_logprobs(logprobs, token, logits.new_zeros(len(logits)), num_top)
     return _gather_logprobs(logits, token, logits.logsumexp(-1), num_top)
 
 
@@ -256,16 +259,21 @@ def _sample_with_kernel(
     kernel: ModuleType, raw: Tensor, metadata: SamplingMetadata
 ) -> SamplerOutput:
     """`sample` in one pass over the logits in their own dtype."""
-    raw = raw if raw.stride(-1) == 1 else raw.contiguous()
-    logits = metadata.edits.apply(raw)
-    unedited = None if logits is raw else raw
-    token, logprob, lse = kernel.draw(
-        logits, unedited, *_kernel_columns(metadata, len(raw), raw.device)
-    )
+    token, logprob, lse = _draw_with_kernel(kernel, raw, metadata)
     if metadata.num_top is not None:
         return _gather_logprobs(raw.float(), token, lse, metadata.num_top)
     nothing = token.new_empty(len(raw), 0)
     return SamplerOutput(token, logprob, torch.zeros_like(token), nothing, nothing.float())
+
+
+def _draw_with_kernel(
+    kernel: ModuleType, raw: Tensor, metadata: SamplingMetadata
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A token for each row, its log probability, and the logsumexp of the row."""
+    raw = raw if raw.stride(-1) == 1 else raw.contiguous()
+    logits = metadata.edits.apply(raw)
+    unedited = None if logits is raw else raw
+    return kernel.draw(logits, unedited, *_kernel_columns(metadata, len(raw), raw.device))
 
 
 def _kernel_columns(

@@ -320,6 +320,22 @@ SPLIT_WAVES = 2  # programs per processor if sequences are split: one starts whi
 SPLIT_MOST_WAVES = 4  # programs that a processor can run at once: registers of 4 x 4 warps
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program and its share of the merge
 FIXED_KEYS = 1024  # per split, if splits must not depend on the batch
+# The reproducible forward: one tile for all calls of a dtype and head_dim, of 64 rows, which the
+# products of a warpgroup need. By ptxas reports (2026-11-20, Triton 3.6 and 3.9): at most 2 % of
+# the instructions spill, and two programs fit on a processor up to head_dim 128. Stages change no
+# bit. Keys of a split: few enough for the programs of one long sequence, and a merge for every
+# eight tiles.
+TRITON_FIXED_ORDER = {
+    (2, 64): _T(64, 64, 4, 3),
+    (2, 128): _T(64, 64, 4, 3),
+    (2, 256): _T(64, 32, 8, 2),
+    (4, 64): _T(32, 32, 8, 2),
+    (4, 128): _T(32, 16, 8, 2),
+    (4, 256): _T(32, 16, 8, 2),
+}
+FIXED_ORDER_KEYS = 512
+FIXED_ORDER_MERGE = _T(4, 4, 4, 1)  # rows of a program, splits whose loads are issued at once
+FIXED_ORDER_SCRATCH_BYTES = 256 << 20  # states of splits; more: one program for each tile
 TRITON_STREAMED = _T(16, 0, 4, 1)  # delta: bound by memory, any tile of some kB will do
 FOLD_ROWS_WIDE = 4  # of 512 columns: 8 rows of four states and their sum spill (ptxas, 2026-11-19)
 TRITON_MERGE = _T(0, 32, 4, 1)  # splits at a time: one after the other, each would cost a latency
@@ -348,6 +364,63 @@ PRODUCT_MOST_ROWS, PRODUCT_MOST_BYTES = max(TRITON_PRODUCT), 1 << 26
 AMD_PRODUCT_ROWS = 16  # of a program: its compiler uses tensor cores from 16 rows on, and pads none
 # 64 kB of LDS, of which a tile takes twice its size; larger ones also spill (gfx942, Triton 3.6).
 AMD_PRODUCT = ProductRow((32, 16), 16_384, (2048, 8192))
+
+
+# Products with reproducible=True (llm/fixed_order.py). The largest tile with a program for nine of
+# ten processors is taken: for few rows one of few weight rows, so that loads are in flight on all
+# processors. All of 16-bit numbers have 64 rows and more, one instruction family on Hopper;
+# models/order_check.py compares their bits on the device. From ptxas reports (2026-11-20, Triton
+# 3.6 and 3.9), not timed.
+class FixedOrderTile(NamedTuple):
+    """Rows of x and of the weight, and columns that are multiplied at a time."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def config(self) -> TritonConfig:
+        return TritonConfig(self.tile_m, self.tile_n, self.num_warps, self.num_stages)
+
+
+_F = FixedOrderTile
+FIXED_ORDER_TILES = (
+    _F(128, 256, 64, 8, 4),
+    _F(128, 128, 64, 8, 4),
+    _F(64, 128, 64, 4, 4),
+    _F(64, 64, 128, 4, 3),
+    _F(64, 32, 128, 4, 4),
+    _F(64, 16, 128, 4, 5),
+)
+FIXED_ORDER_TILE_FP32 = _F(64, 64, 32, 8, 2)  # no tensor cores: one tile for all calls
+FIXED_ORDER_GROUP = 8  # tiles of rows whose programs are neighbours, and share weights in L2
+
+
+def fixed_order_tiles(itemsize: int, shared_bytes: int) -> tuple[FixedOrderTile, ...]:
+    """The tiles for numbers of this size, with as many stages as fit the shared memory."""
+    if itemsize == 4:
+        return (FIXED_ORDER_TILE_FP32,)
+    stage_bytes = lambda tile: (tile.tile_m + tile.tile_n) * tile.tile_k * itemsize
+    stages = (min(t.num_stages, shared_bytes // stage_bytes(t)) for t in FIXED_ORDER_TILES)
+    pairs = zip(FIXED_ORDER_TILES, stages, strict=True)
+    return tuple(tile._replace(num_stages=count) for tile, count in pairs)
+
+
+def choose_fixed_order_tile(
+    tiles: tuple[FixedOrderTile, ...], rows: int, columns: int, processors: int
+) -> FixedOrderTile:
+    """The tile of a product of x (rows, ...) and a weight (columns, ...)."""
+    least_rows = tiles[-1].tile_m
+    for tile in tiles:
+        programs = ceil(rows / tile.tile_m) * ceil(columns / tile.tile_n)
+        is_filled = rows > tile.tile_m // 2 or tile.tile_m == least_rows
+        if is_filled and 10 * programs >= 9 * processors:
+            return tile
+    return tiles[-1]
+
+
 # Elements of x (rows x width) up to which a product computes the norm of its input: every program
 # reads x and the residual, twice if a row is longer than a tile. From 16 x 1,024 or 4 x 4,096 on,
 # the programs of a layer of 8B would read as many bytes of them as of weights.
@@ -527,6 +600,8 @@ def triton_config(kernel: str, use: TritonUse) -> TritonConfig:
 
 
 def _triton_row(kernel: str, dim: int, use: TritonUse) -> TritonConfig:
+    if kernel == "fixed_order":
+        return TRITON_FIXED_ORDER[use.itemsize, dim]
     if kernel in ("delta", "merge"):
         return TRITON_MERGE if kernel == "merge" else TRITON_STREAMED
     if dim > _DIMS[-1]:

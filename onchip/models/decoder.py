@@ -29,10 +29,16 @@ from onchip.models.pointwise import (
     fused,
     gated_activation,
     place,
+    split_heads,
 )
 from onchip.models.prefill_8bit import attend_projections, fuses_prefill
 from onchip.models.products import find_kernel, norm_product, product
-from onchip.models.reproducible import in_whole_vectors, is_reproducible, reproducible_rows
+from onchip.models.reproducible import (
+    in_whole_vectors,
+    is_reproducible,
+    reproducible_rows,
+    runs_kernels,
+)
 from onchip.models.rotary import Rotary, cos_sin, rotate
 from onchip.models.routing import Routing
 from onchip.models.weight_names import Shard
@@ -70,24 +76,42 @@ class DecoderAttention(nn.Module):
         """The attention of heads that were projected by `qkv`, projected by `out`."""
         if isinstance(attend, PagedAttend) and self._fuses(qkv):
             return self.out(self.attend_pages(qkv, rope, attend).flatten(-2))
+        q, k, v = self._split(qkv, rope)
+        return self.out(attend(self.index, q, k, v, **self.options).flatten(-2))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of each attention call of this layer. The reproducible mode is one of the
+        forward: deterministic is the backward's.
+        """
+        options = self._score_options
+        if is_reproducible():
+            options = options | {"reproducible": True, "deterministic": True}
+        return options if self.sinks is None else options | {"sinks": self.sinks}
+
+    def _split(self, qkv: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, normalised and rotated. On a GPU in the reproducible mode with the bits of
+        `write`.
+        """
+        if is_reproducible() and runs_kernels(qkv) and self._has_rms_norms:
+            projections, norms = self._projections(qkv, rope), self._norms()
+            weights, eps_offset = (norms[:2], norms[2:]) if norms else ((None, None), (0.0, 0.0))
+            turn = projections.turn or (None, None)
+            return split_heads(qkv, *turn, *weights, eps_offset, self.heads[:2])
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=-2)
         q, k = (
             self._norm_and_rotate(q, self.q_norm, rope),
             self._norm_and_rotate(k, self.k_norm, rope),
         )
-        return self.out(attend(self.index, q, k, v, **self.options).flatten(-2))
+        return q, k, v
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The options of each attention call of this layer."""
-        options = self._score_options
-        options = options | {"reproducible": True} if is_reproducible() else options
-        return options if self.sinks is None else options | {"sinks": self.sinks}
+    def _has_rms_norms(self) -> bool:
+        return self.q_norm is None or self.q_norm.bias is None
 
     def _fuses(self, qkv: Tensor) -> bool:
         """Whether norms, rotation and page write run as one launch; checked writes do not."""
-        norm = self.q_norm
-        return fused(qkv) is not None and (norm is None or norm.bias is None) and not checks.enabled
+        return fused(qkv) is not None and self._has_rms_norms and not checks.enabled
 
     def attend_pages(self, qkv: Tensor, rope: Rope, paged: PagedAttend) -> Tensor:
         """Write keys and values to their pages, and attend."""
@@ -107,11 +131,12 @@ class DecoderAttention(nn.Module):
 
     def _projections(self, qkv: Tensor, rope: Rope) -> Projections:
         turn = None if self.rope_index is None else rope[self.rope_index]
-        norms = None if self.q_norm is None else self._norms()
-        return Projections(qkv, self.heads[0], turn, norms)
+        return Projections(qkv, self.heads[0], turn, self._norms())
 
-    def _norms(self) -> Norms:
+    def _norms(self) -> Norms | None:
         q, k = self.q_norm, self.k_norm
+        if q is None or k is None:
+            return None
         return Norms(q.weight, k.weight, q.eps, q.offset)
 
     def _norm_and_rotate(self, x: Tensor, norm: NormLayer | None, rope: Rope) -> Tensor:
@@ -255,7 +280,8 @@ class Decoder(nn.Module):
         """From now on the bits of a token's hidden states and logits depend on the weights and on
         the tokens before it alone: not on the batch, on packing, chunks, pages, nor on whether
         gradients are recorded (docs/reproducible.md). UnsupportedError: this model has a layer that
-        has no such mode, is not on the CPU, or the libraries of this machine fail a check.
+        has no such mode, is on another device than a CPU or an NVIDIA GPU, or the libraries of this
+        machine fail a check.
         """
         if enabled and not self._is_reproducible:
             check_order(self)

@@ -4,18 +4,24 @@ that the model uses.
 
 It computes 37 rows at once, then the same rows permuted, some alone, and with gradients recorded.
 It takes as long as a step of the first layer of each kind and of the head over some hundred tokens.
+On a GPU it also computes products by every tile that a call may choose, and compares decoding over
+pages with whole sequences: two forwards of the model and, once, some seconds to compile kernels.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from onchip.core.device import device_info
 from onchip.core.functional import attention
 from onchip.core.problem import UnsupportedError
 from onchip.core.torch_mode import is_autocast, is_eager
+from onchip.kvcache import KVCache
+from onchip.models.attend import PagedAttend
 from onchip.models.reproducible import reproducible_rows
 from onchip.models.rotary import cos_sin
 
@@ -24,13 +30,21 @@ if TYPE_CHECKING:
 
 _ROWS = 37
 _SEQLEN = 150  # tokens: three tiles of keys
+# Tokens of one sequence over pages: more than a split of keys (FIXED_ORDER_KEYS), and the steps in
+# which they are computed.
+_STEPS = (1, 300, 64, 2, 1, 200, 9, 1, 1)
 _NEEDS = "reproducible=True needs"
 
 
 def check_mode(weight: Tensor) -> None:
     """UnsupportedError where a call would not compute what `check_order` has checked."""
-    if weight.device.type != "cpu":
-        raise UnsupportedError(f"{_NEEDS} a model on the CPU, this one is on {weight.device}")
+    device = weight.device
+    if device.type != "cpu" and (device.type != "cuda" or not _has_kernels(device)):
+        raise UnsupportedError(
+            f"{_NEEDS} a model on the CPU or on an NVIDIA GPU with Triton, this one is on {device}"
+        )
+    if device.type == "cuda" and weight.dtype == torch.float64:
+        raise UnsupportedError(f"{_NEEDS} a model in fp32, bf16 or fp16 on a GPU, not in float64")
     if not is_eager(weight):
         raise UnsupportedError(f"{_NEEDS} an eager call: a compiler orders operations anew")
     if is_autocast(weight):
@@ -38,6 +52,11 @@ def check_mode(weight: Tensor) -> None:
             f"{_NEEDS} a call without torch.autocast, which rounds where an engine does not: load"
             " the model with dtype=torch.bfloat16"
         )
+
+
+def _has_kernels(device: torch.device) -> bool:
+    info = device_info(device)
+    return info.type == "cuda" and info.has_triton
 
 
 def check_order(model: "Decoder") -> None:
@@ -51,11 +70,31 @@ def check_order(model: "Decoder") -> None:
             " two different formulas"
         )
     check_mode(model.embed)
+    if model.device.type == "cuda" and any(layer.experts for layer in config.layers):
+        raise UnsupportedError(f"{_NEEDS} layers without experts on a GPU")
     generator = torch.Generator().manual_seed(0)
+    if model.device.type == "cuda":
+        _check_products(model, generator)
     for name, compute in _row_computations(model):
-        x = torch.randn(_ROWS, model.width, generator=generator).to(model.dtype)
+        x = torch.randn(_ROWS, model.width, generator=generator).to(model.embed)
         _check_rows(name, compute, x)
     _check_attention(model, generator)
+    if model.device.type == "cuda":
+        _check_pages(model, generator)
+
+
+def _check_products(model: "Decoder", generator: torch.Generator) -> None:
+    """Every tile that a product may choose has the bits of every other."""
+    from onchip.kernels.llm import fixed_order
+
+    matrices = (p.detach() for p in model.parameters() if p.dim() == 2)
+    for shape, weight in {w.shape: w for w in matrices}.items():
+        x = torch.randn(_SEQLEN, shape[1], generator=generator).to(weight)
+        first, *others = fixed_order.find_tiles(x)
+        whole = fixed_order.multiply_by(first, x, weight)
+        for tile in others:
+            name = f"a product by tiles of {tile.tile_m} x {tile.tile_n}"
+            _check_equal(name, fixed_order.multiply_by(tile, x, weight), whole)
 
 
 def _row_computations(model: "Decoder") -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
@@ -71,7 +110,7 @@ def _without_keys(model: "Decoder", block: Any, x: Tensor) -> Tensor:
     """A layer with an attention that returns the queries, so that rows are independent. All have
     position 3.
     """
-    positions = torch.full((len(x),), 3)
+    positions = torch.full((len(x),), 3, device=x.device)
     with reproducible_rows():
         rope = [cos_sin(rotary, positions) for rotary in model.rotaries]
         return torch.cat(block(x, x, rope, lambda layer, q, k, v, **options: q), -1)
@@ -98,13 +137,40 @@ def _check_attention(model: "Decoder", generator: torch.Generator) -> None:
     """One query at a time equals all at once."""
     config = model.config
     shapes = ((heads, config.head_dim) for heads in (config.num_heads, *[config.num_kv_heads] * 2))
-    q, k, v = (torch.randn(1, _SEQLEN, *s, generator=generator).to(model.dtype) for s in shapes)
+    q, k, v = (torch.randn(1, _SEQLEN, *s, generator=generator).to(model.embed) for s in shapes)
     attend = partial(attention, causal=True, reproducible=True, softcap=config.softcap)
     out, lse = attend(q, k, v, return_lse=True)
     for n in (1, 64, 65, _SEQLEN):
         one, one_lse = attend(q[:, n - 1 : n], k[:, :n], v[:, :n], return_lse=True)
         _check_equal("attention", one[:, 0], out[:, n - 1])
         _check_equal("attention", one_lse[..., 0], lse[..., n - 1])
+
+
+@torch.no_grad()
+def _check_pages(model: "Decoder", generator: torch.Generator) -> None:
+    """Hidden states of one sequence, step by step over pages and at once. The model is not in its
+    mode yet: `reproducible_rows` is.
+    """
+    tokens = torch.randint(model.config.vocab_size, (sum(_STEPS),), generator=generator)
+    tokens = tokens[: model.config.max_seqlen].to(model.device)
+    cache = KVCache(model.cache_spec(), -(-len(tokens) // 16) + 1, max_seqs=1, prefix_reuse=False)
+    sequences, parts, start = [cache.open()], [], 0
+    with reproducible_rows():
+        for step in tokens.split(_steps_up_to(len(tokens))):
+            stop = start + len(step)
+            cache.append_all(sequences, [step.tolist()])
+            paged = PagedAttend(cache.view(sequences), cache)
+            parts.append(model.run(step, torch.arange(start, stop, device=step.device), paged))
+            cache.commit_all(sequences, [stop])
+            start = stop
+        whole = model.full(tokens[None])[0]
+    _check_equal("decoding over pages", torch.cat(parts), whole)
+
+
+def _steps_up_to(total: int) -> list[int]:
+    """The first of _STEPS, which add up to `total`."""
+    ends = [min(end, total) for end in accumulate(_STEPS)]
+    return [end - start for start, end in pairwise([0, *ends]) if end > start]
 
 
 def _check_equal(name: str, part: Tensor, whole: Tensor) -> None:

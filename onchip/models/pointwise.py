@@ -2,7 +2,7 @@
 fused launch each if a GPU has Triton.
 
 The fused kernels serve inference. With gradients enabled, under compilers and transforms, and in
-fp64 the definitions run.
+fp64 the definitions run. In the reproducible mode the kernels serve calls with gradients, too.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,8 @@ from torch import Tensor
 from onchip.core.device import device_info
 from onchip.core.problem import Options, Problem, Tensors
 from onchip.core.torch_mode import is_eager
-from onchip.models.reproducible import in_whole_vectors
+from onchip.models.reproducible import forward_by_kernel, in_whole_vectors
+from onchip.models.rotary import rotate
 
 
 class Norms(NamedTuple):
@@ -38,6 +39,7 @@ class RMSNorm(NamedTuple):
     offset: float = 0.0
 
 
+@forward_by_kernel
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x / rms(x) * (offset + weight) over the last dimension, in fp32 and rounded once."""
     if kernel := fused(x, weight):
@@ -48,6 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return F.rms_norm(wide, weight.shape, factor, eps).to(x.dtype)
 
 
+@forward_by_kernel
 def add_rms_norm(
     x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -62,6 +65,7 @@ def activate(x: Tensor, name: str) -> Tensor:
     return in_whole_vectors(_ACTIVATE[name], x)
 
 
+@forward_by_kernel
 def gated_activation(x: Tensor, name: str) -> Tensor:
     """activation(gate) * up of a projection (..., 2 inner) that holds both."""
     if kernel := fused(x):
@@ -70,6 +74,7 @@ def gated_activation(x: Tensor, name: str) -> Tensor:
     return activate(gate, name) * up
 
 
+@forward_by_kernel
 def clamped_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:
     """(up + 1) * gate * sigmoid(alpha * gate) of a projection (..., 2 inner) that holds gate, at
     most limit, and up, limited to [-limit, limit]; in fp32 and rounded once.
@@ -97,6 +102,31 @@ class Projections(NamedTuple):
         """Those of some tokens."""
         turn = None if self.turn is None else (self.turn[0][rows], self.turn[1][rows])
         return self._replace(qkv=self.qkv[rows], turn=turn)
+
+
+@forward_by_kernel
+def split_heads(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps_offset: tuple[float, float],
+    heads: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v), each (..., heads, head_dim), of qkv (..., width): q and k normed and rotated, with
+    the bits that `place` writes. heads: of q and of k. None: no norm, no rotation.
+    """
+    num_heads, num_kv_heads = heads
+    head_dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+    turn = None if cos is None or sin is None else (cos, sin)
+    if kernel := fused(qkv):
+        weights = None if q_weight is None or k_weight is None else (q_weight, k_weight)
+        return kernel.split_heads(qkv, heads, turn, weights, eps_offset)
+    q, k, v = qkv.unflatten(-1, (-1, head_dim)).split((num_heads, *[num_kv_heads] * 2), -2)
+    q = q if q_weight is None else rms_norm(q, q_weight, *eps_offset)
+    k = k if k_weight is None else rms_norm(k, k_weight, *eps_offset)
+    return (q, k, v) if turn is None else (rotate(q, *turn), rotate(k, *turn), v)
 
 
 def place(projections: Projections, pages: tuple[Tensor, ...], slot_mapping: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ What one launch computes, by what the model is and what the step has:
     activation after a product   of a gate; an activation without one is a launch of its own
     norms after attention, MLP   a launch of its own
     experts                      torch's products, but for the router and a shared expert
-    the reproducible mode        products of one shape for all of them (reproducible.py)
+    the reproducible mode        products of one order of sums for all of them (reproducible.py)
 """
 
 from collections.abc import Iterator
@@ -71,7 +71,7 @@ def norm_product(
 
 def find_kernel(x: Tensor, weight: Tensor) -> ModuleType | None:
     """The module with the fused kernels; None if torch's products must run."""
-    if torch.compiler.is_compiling() or not _is_fused.get():
+    if torch.compiler.is_compiling() or not _is_fused.get() or is_reproducible():
         return None
     if fused(x, weight) is None:
         return None

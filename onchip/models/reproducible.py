@@ -1,24 +1,33 @@
 """The reproducible mode: the bits of a row depend on that row alone, not on other rows, on their
 number, on threads, nor on whether gradients are recorded. Attention has the option `reproducible`.
 
-What depends on more by default, and how it is computed here:
+What depends on more by default, and how it is computed here. On the CPU:
 
     products           a BLAS chooses its order of sums by the number of rows. Here every call has
                        ROWS rows; zeros fill the last tile.
     exp, silu, tanh    torch computes the elements after the last whole vector by other code. Here
                        zeros follow them, so that there is none.
     any of them        several threads cut elsewhere, and MKL then sums in parts: one thread.
-    norms, softmax     are row by row in torch: `order_check` compares them, too.
+
+On a GPU:
+
+    products                  a kernel with one order of sums (kernels/llm/fixed_order.py)
+    norms, gates, rotation    the fused kernels of inference, and where gradients are recorded the
+                              same kernels: `forward_by_kernel`
+
+Norms on the CPU and softmax are row by row in torch: `order_check` compares them, too.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from onchip.core.machine import one_thread
 
@@ -51,8 +60,15 @@ def is_reproducible() -> bool:
     return not torch.compiler.is_compiling() and _is_on.get()
 
 
+def runs_kernels(x: Tensor) -> bool:
+    """Whether the mode computes rows like x by kernels of this package: on a GPU."""
+    return x.is_cuda
+
+
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias by products of ROWS rows. The gradient is that of one product."""
+    """x @ weight.T + bias in an order of sums that does not depend on the number of rows. The
+    gradient is that of torch's product.
+    """
     return _FixedOrderProduct.apply(x, weight, bias)
 
 
@@ -62,6 +78,10 @@ class _FixedOrderProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(x, weight)
+        if runs_kernels(x):
+            from onchip.kernels.llm import fixed_order
+
+            return fixed_order.multiply(x, weight, bias)
         tiles = _as_tiles(x.reshape(-1, x.shape[-1]))
         out = torch.cat([F.linear(tile, weight, bias) for tile in tiles])
         return out[: x.shape[:-1].numel()].view(*x.shape[:-1], len(weight))
@@ -91,11 +111,71 @@ def _as_tiles(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x) of a function of single elements. In the mode each element is in a whole
-    vector.
+    """function(x) of a function of single elements. In the mode, on the CPU, each element is in a
+    whole vector.
     """
-    if not is_reproducible():
+    if runs_kernels(x) or not is_reproducible():
         return function(x)
     flat = x.reshape(-1)
     padded = F.pad(flat, (0, -len(flat) % _WHOLE))
     return function(padded)[: len(flat)].view(x.shape)
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def forward_by_kernel(function: _F) -> _F:
+    """Decorate a function of positional arguments, the first of them a tensor, that has a fused
+    kernel for calls without gradients. In the mode, on a GPU, a call that records gradients runs
+    the kernel, too, so that its bits are the same; its backward differentiates the definition.
+    """
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        if torch.is_grad_enabled() and is_reproducible() and runs_kernels(args[0]):
+            return _KernelForward.apply(function, *args)
+        return function(*args)
+
+    return cast(_F, run)
+
+
+class _KernelForward(torch.autograd.Function):
+    """function(*args) without gradients; backward: those of function(*args) with gradients, which
+    runs no fused kernel outside of the mode.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.function, ctx.others = function, [None if _is_tensor(a) else a for a in args]
+        ctx.is_tensor = [_is_tensor(a) for a in args]
+        ctx.save_for_backward(*filter(_is_tensor, args))
+        return function(*args)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        saved, needs = iter(ctx.saved_tensors), ctx.needs_input_grad[1:]
+        args = [next(saved) if is_tensor else None for is_tensor in ctx.is_tensor]
+        args = [
+            other if t is None else t.detach().requires_grad_(wanted)
+            for t, other, wanted in zip(args, ctx.others, needs, strict=True)
+        ]
+        with torch.enable_grad(), _usual_rows():
+            outs = ctx.function(*args)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        leaves = [t for t, wanted in zip(args, needs, strict=True) if wanted]
+        grads = iter(torch.autograd.grad(outs, leaves, douts))
+        return None, *[next(grads) if wanted else None for wanted in needs]
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+@contextmanager
+def _usual_rows() -> Iterator[None]:
+    token = _is_on.set(False)
+    try:
+        yield
+    finally:
+        _is_on.reset(token)

@@ -172,6 +172,7 @@ def _model(args: SimpleNamespace, speculation: SpeculativeConfig | None) -> LLM:
         fused_decode=args.fused_decode,
         fused_experts=args.fused_experts,
         speculative_config=speculation,
+        reproducible=args.reproducible,
     )
 
 

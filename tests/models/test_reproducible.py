@@ -156,10 +156,10 @@ class TestRefusals:
 
     def test_another_device(self):
         decoder = Decoder(ModelConfig.from_hf(fields("llama")), "meta")
-        with pytest.raises(onchip.UnsupportedError, match="on the CPU, this one is on meta"):
+        with pytest.raises(onchip.UnsupportedError, match="GPU with Triton, this one is on meta"):
             decoder.set_reproducible()
         decoder = make("llama").to("meta")
-        with pytest.raises(onchip.UnsupportedError, match="on the CPU, this one is on meta"):
+        with pytest.raises(onchip.UnsupportedError, match="GPU with Triton, this one is on meta"):
             decoder.full(TEXT.to("meta"))
 
     def test_autocast(self):

@@ -134,6 +134,11 @@ def _limit(name: str, default: float, metavar: str, help: str) -> Callable:
 )
 @speculative_config_option()
 @click.option(
+    "--reproducible",
+    is_flag=True,
+    help="Log probabilities have the bits of the model's forward, whatever runs beside a request.",
+)
+@click.option(
     "--tool-call-parser",
     type=click.Choice(("auto", *DIALECTS)),
     default="auto",

@@ -283,6 +283,26 @@ def place(
     return q
 
 
+def split_heads(
+    qkv: Tensor,
+    heads: tuple[int, int],
+    turn: Turn | None,
+    weights: tuple[Tensor, Tensor] | None,
+    eps_offset: tuple[float, float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v), each (..., heads, head_dim), of qkv (..., width): `place` with a page for each
+    token. heads: of q and of k.
+    """
+    rows, (num_heads, num_kv_heads) = as_rows(qkv), heads
+    head_dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+    shape = len(rows), 1, num_kv_heads, head_dim
+    pages = [torch.empty(shape, dtype=qkv.dtype, device=qkv.device) for _ in "kv"]
+    slots = torch.arange(len(rows), dtype=torch.int32, device=qkv.device)
+    q = place(rows, num_heads, turn, weights, eps_offset, tuple(pages), slots)
+    q, k, v = (t.view(*qkv.shape[:-1], -1, head_dim) for t in (q, *pages))
+    return q, k, v
+
+
 def gated_activation(x: Tensor, name: str) -> Tensor:
     """activation(gate) * up, rounded once, of x (..., 2 inner) that holds gate, then up."""
     return _launch_gate(x, name, 0.0, 0.0)

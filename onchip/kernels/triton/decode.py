@@ -431,7 +431,7 @@ def decode(problem: Problem, x: Tensors, args: LaunchArgs) -> Result:
         *args.scalars[:5], None if problem.seqlen_q == 1 else args.scalars[5], *args.scalars[6:8],
         problem.batch, x.k.shape[0], *launch.cut, launch.num_units, launch.part_rows,
         *args.dims, PAD_REST=_padded_rest(problem), PAGE_SIZE=problem.page_size,
-        SAME_STRIDES=_same_strides(args), BATCH=_batch_bucket(problem),
+        SAME_STRIDES=same_strides(args), BATCH=_batch_bucket(problem),
         TILE_M=config.tile_m, TILE_N=config.tile_n,
         **_kv8_format(problem, args), **options,
     )  # fmt: skip
@@ -558,7 +558,7 @@ def make_scratch(launch: SplitLaunch, problem: Problem, out: Tensor) -> tuple[Te
     )
 
 
-def _same_strides(args: LaunchArgs) -> bool:
+def same_strides(args: LaunchArgs) -> bool:
     """Whether a key and its value have the same offset, as in one cache."""
     return args.strides[3:5] == args.strides[6:8]
 

@@ -23,7 +23,11 @@ OPTIONS = {
     *("causal", "window_size", "packed", "has_mask", "deterministic", "return_stats"),
     *("softcap", "score_mod", "has_alibi", "has_bias", "has_sinks"),
     *("dropout_p", "has_positions", "first_head", "wide_grads"),
-    *("page_size", "page_dtype", "has_tree_mask"),
+    *("page_size", "page_dtype", "has_tree_mask", "reproducible"),
+}
+REPRODUCIBLE_OPTIONS = {
+    *("causal", "window_size", "packed", "softcap", "has_sinks", "deterministic"),
+    *("page_size", "reproducible"),
 }
 
 TANGENT_OPTIONS = {
@@ -55,6 +59,8 @@ class TritonBackend(Backend):
         if problem.page_dtype is not None and (problem.head_dim % 2 or problem.head_dim_v % 2):
             dims = f"{problem.head_dim} and {problem.head_dim_v}"
             return f"reads 8-bit pages by pairs of elements, not head_dim {dims}"
+        if problem.reproducible and (reason := _refuse_reproducible(problem, device)):
+            return f"{reason} with reproducible=True"
         if problem.score_mod is not None and (reason := refuse_tensors(problem.score_mod)):
             return reason
         if not device.has_triton:
@@ -133,6 +139,14 @@ class TritonBackend(Backend):
         from onchip.kernels.triton.key_splits import plan_splits
 
         return plan_splits(problem, x, lengths, hardware)
+
+
+def _refuse_reproducible(problem: Problem, device: DeviceInfo) -> str | None:
+    if device.type == "hip":
+        return "is not tested on AMD GPUs"
+    if problem.widest > 256:
+        return f"has no head dims {problem.head_dim} and {problem.head_dim_v}"
+    return lacks(problem, REPRODUCIBLE_OPTIONS)
 
 
 backend: TritonBackend = TritonBackend()

@@ -17,7 +17,7 @@ def plan_splits(
     """None where another kernel of this package serves the problem, which splits no keys."""
     from onchip.kernels.triton import decode, launch
 
-    if not decode.serves(problem):
+    if not decode.serves(problem) or problem.reproducible:
         return None
     hardware = hardware or decode.machine(x.q.device)
     config = decode.choose_config(problem, launch.LaunchArgs.of(problem, x), hardware.processors)

@@ -163,6 +163,81 @@ def test_compiles_within_the_chip(launches, arch, dtype, sizes, options):
             assert any(n.startswith("HGMMA") for n in body), name
 
 
+REPRODUCIBLE = [
+    ("sm_90", BF16, MANY, {"causal": True, "packed": True}),
+    ("sm_90", BF16, GQA, {"page_size": 16, "lengths": (1, 4000)}),
+    ("sm_90", BF16, MANY, {"page_size": 16, "lengths": (512, 4000)}),
+    ("sm_90", BF16, D64, {"causal": True}),
+    ("sm_90", BF16, D256, {"page_size": 16, "lengths": (1, 4000)}),
+    ("sm_90", BF16, MANY, {"causal": True, "softcap": 5.0, "sinks": True, "window_size": (99, 0)}),
+    ("sm_90", FP32, D128, {"causal": True}),
+    ("sm_80", BF16, MANY, {"causal": True}),
+    ("sm_80", BF16, D256, {"page_size": 16, "lengths": (1, 4000)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "sizes", "options"),
+    [
+        pytest.param(*case, marks=() if i < 2 else pytest.mark.slow)
+        for i, case in enumerate(REPRODUCIBLE)
+    ],
+)
+def test_reproducible_kernels_compile_within_the_chip(launches, arch, dtype, sizes, options):
+    """One instruction of products, and no multiply-add that the source does not name: ptxas and
+    LLVM may fuse none.
+    """
+    _call(arch, dtype, sizes, options | {"reproducible": True}, backward=False)
+    names = [launch.name for launch in launches]
+    has_parts = options.get("lengths", (0,))[0] == 1
+    assert names == ["fixed_order_kernel", *["merge_splits_kernel"] * has_parts]
+    for launch in launches:
+        assert launch.kwargs["enable_fp_fusion"] is False
+        compiled = compile_launch(launch, arch)
+        resources = read_resources(compiled)
+        assert compiled.metadata.shared <= SHARED_BYTES[arch]
+        assert resources.registers * resources.threads <= 65_536
+        sass = disassemble(compiled)
+        products = set(re.findall(r"\b(?:HGMMA|HMMA)\.[0-9x]+", sass))
+        if launch.name == "merge_splits_kernel" or dtype == FP32:
+            assert resources.spills <= 4 and not products  # of the merge: not in its loop
+            continue
+        assert products and all(p.startswith("HGMMA") == (arch == "sm_90") for p in products)
+        body = _hot_loop(sass)
+        spilled = sum(n.startswith(("STL", "LDL")) for n in body)
+        assert body and spilled <= len(body) // 50, f"{spilled} of {len(body)}"
+
+
+@pytest.mark.parametrize(
+    ("arch", "rows", "columns", "width", "dtype"),
+    [
+        ("sm_90", 1, 6144, 4096, BF16),
+        ("sm_90", 8192, 4096, 4096, BF16),
+        pytest.param("sm_90", 512, 4096, 4096, BF16, marks=pytest.mark.slow),
+        pytest.param("sm_90", 1, 1024, 3000, BF16, marks=pytest.mark.slow),
+        pytest.param("sm_90", 1, 28_672, 4096, BF16, marks=pytest.mark.slow),
+        pytest.param("sm_90", 8, 1024, 1024, FP32, marks=pytest.mark.slow),
+        pytest.param("sm_80", 1, 6144, 4096, BF16, marks=pytest.mark.slow),
+        pytest.param("sm_80", 8192, 4096, 4096, BF16, marks=pytest.mark.slow),
+    ],
+)
+def test_reproducible_products_compile_within_the_chip(launches, arch, rows, columns, width, dtype):
+    """No spills, and products of a warpgroup on Hopper, for one row, too."""
+    from onchip.kernels.llm import fixed_order
+
+    x, weight = torch.zeros(rows, width, dtype=dtype), torch.zeros(columns, width, dtype=dtype)
+    with as_if_on(arch):
+        fixed_order.multiply(x, weight)
+    (launch,) = launches
+    compiled = compile_launch(launch, arch)
+    resources, sass = read_resources(compiled), disassemble(compiled)
+    assert resources.spills == 0 and resources.registers * resources.threads <= 65_536
+    most = 163 * 1024 if arch == "sm_80" else SHARED_BYTES[arch]
+    assert compiled.metadata.shared <= most
+    assert ("HGMMA" in sass) == (arch == "sm_90" and dtype == BF16)
+    assert ("HMMA" in sass) == (arch == "sm_80")
+
+
 SCORES = {"causal": True, "softcap": 5.0, "alibi": True, "bias": True, "sinks": True, "mask": True}
 TANGENT, SECOND = ("tangent_kernel",), ("second_dkdv_kernel", "second_dq_kernel")
 DERIVATIVES = [
