@@ -929,7 +929,10 @@ LATENT = [
 ]
 
 
-@pytest.mark.parametrize("options", LATENT, ids=range(len(LATENT)))
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(x, id=str(i), marks=[pytest.mark.slow] * (i > 0)) for i, x in enumerate(LATENT)],
+)
 def test_latent_pages_stay_in_registers(launches, tmp_path, options):
     from onchip.kernels.hopper.launch_latent import attend
 
