@@ -73,11 +73,7 @@ def pytest_collection_modifyitems(config, items):
         if _is_interpreted(item) and not INTERPRETED:
             item.add_marker(pytest.mark.skip(reason="runs with TRITON_INTERPRET=1"))
     grids.mark(items)
-    profile = config.getoption("--hypothesis-profile")
-    if profile in ("quick", "ci"):
-        some = [x for x in items if profile == "quick" or x.get_closest_marker("slow")]
-        share = {"quick": 0.2, "ci": 0.4}[profile]
-        _draw_fewer_examples({getattr(x.obj, "__func__", x.obj) for x in some}, share)
+    _draw_fewer_examples(items, config.getoption("--hypothesis-profile"))
     if INTERPRETED:
         config.hook.pytest_deselected(items=[x for x in items if not _is_interpreted(x)])
         items[:] = filter(_is_interpreted, items)
@@ -85,11 +81,15 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-def _draw_fewer_examples(tests, share):
-    """A fifth of the examples (quick), or two fifths of those of slow tests (ci). A profile cannot
-    do this: `max_examples` of a test overrides it.
+def _draw_fewer_examples(items, profile):
+    """quick: a fifth of the examples. ci: two fifths of those of slow tests. A profile cannot do
+    this: `max_examples` of a test overrides it.
     """
-    for test in filter(is_hypothesis_test, tests):
+    share = {"quick": 0.2, "ci": 0.4}.get(profile)
+    if share is None:
+        return
+    items = [x for x in items if profile == "quick" or x.get_closest_marker("slow")]
+    for test in filter(is_hypothesis_test, {getattr(x.obj, "__func__", x.obj) for x in items}):
         full = test._hypothesis_internal_use_settings
         fewer = settings(full, max_examples=max(5, int(full.max_examples * share)))
         test._hypothesis_internal_use_settings = fewer
