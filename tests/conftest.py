@@ -2,6 +2,7 @@
 stand-ins for streams and for kernel launches.
 """
 
+import gc
 import os
 import signal
 from importlib.util import find_spec
@@ -81,6 +82,16 @@ def pytest_collection_modifyitems(config, items):
         items[:] = filter(_is_interpreted, items)
     if hasattr(config, "workerinput"):  # minutes first, or one worker is left alone with them
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish():
+    """The garbage collector no longer looks through the objects of all modules and tests."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # Triton's bindings report objects that live on
 
 
 def _draw_fewer_examples(items, profile):

@@ -48,17 +48,8 @@ def expected_logprobs(model, tokens):
     return rows.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
 
-@pytest.fixture
-def frozen():
-    """Hides all objects that exist already from gc, which would look through those of all tests."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def tensor_bytes():
-    """Bytes of all tensors that were made since `frozen`, each storage once."""
+    """Bytes of all tensors that tests made in this process, each storage once."""
     gc.collect()
     tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -137,11 +128,10 @@ def test_an_engine_can_be_closed_in_training(llm):
     llm.close()
 
 
-def test_there_is_one_copy_of_the_weights(model, frozen):
+def test_there_is_one_copy_of_the_weights(model):
     """Serving takes the pages and their copies on the host, training gives them back."""
     own = sum(p.untyped_storage().nbytes() for p in model.parameters())
     before = tensor_bytes()
-    assert before < own / 2
     with onchip.LLM(model, num_pages=300, swap_space=0.01) as llm:
         spec, tier = llm.engine.cache.spec, llm.engine.tier
         pages = (300 + tier.capacity) * spec.page_bytes
