@@ -89,6 +89,7 @@ def test_ranks_on_gloo_equal_one_device(pool, size, dtype):
 @pytest.mark.parametrize(
     ("dtype", "size"),
     mark_all_after(4, [(F64, 2), (F64, 4), (F64, 8), (F32, 4), (F32, 2), (F32, 8)]),
+    ids=str,
 )
 def test_ranks_on_gloo_equal_one_device_in_every_case(pool, size, dtype):
     """The messages of a size do not depend on the dtype: fp32 has one size, and all with ALL=1."""
