@@ -91,7 +91,7 @@ def pytest_collection_finish():
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # Triton's bindings report objects that live on
+    gc.unfreeze()  # so that they are freed at the end, as without pytest
 
 
 def _draw_fewer_examples(items, profile):
