@@ -12,8 +12,10 @@ INSTALL := $(PIP) install --quiet --no-build-isolation -c $(VENV)/constraints.tx
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # Runs the tests marked `interpreted`. Triton's interpreter and its compiler cannot share a process.
 INTERPRET := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PYTEST)
-# Hypothesis draws a fifth of the examples, and all of them in `make test-all`.
+# Hypothesis draws a fifth of the examples. In `make slow` and `make test-all` it draws two fifths of those of slow
+# tests and all of the others; with ALL=1 all of them.
 QUICK := --hypothesis-profile quick
+MOST := $(if $(ALL),,--hypothesis-profile ci)
 # With DURATIONS=folder, each run of pytest writes the durations of its tests to a file in that folder.
 durations = $(if $(DURATIONS),--durations-file=$(DURATIONS)/$(1).json)
 # Exit status 5: TEST selects no test of this run. It may select tests of the next run.
@@ -53,10 +55,10 @@ test-extras: $(VENV)/.test
 	@$(PYTEST) -m "extras and not (slow or grid or interpreted)" $(QUICK) $(call durations,extras) $(TEST) $(NONE)
 	@$(INTERPRET) -m "extras and not (slow or grid)" $(QUICK) $(call durations,extras-interpreted) $(TEST) $(NONE)
 
-# ALL=1 compiles every variant of the Hopper kernels instead of every second one.
+# ALL=1 runs the tests marked `all`: every variant of the kernels instead of every second one, longer random searches.
 REST := (slow and (alone$(if $(ALL),, or all)))
 slow: $(VENV)/.test
-	@$(PYTEST) -m "(slow or grid) and not (interpreted or $(REST))" $(call durations,slow) $(TEST) $(NONE)
+	@$(PYTEST) -m "(slow or grid) and not (interpreted or $(REST))" $(MOST) $(call durations,slow) $(TEST) $(NONE)
 	@$(INTERPRET) -m "slow or grid" $(call durations,slow-interpreted) $(TEST) $(NONE)
 	@$(ALONE)
 
@@ -66,7 +68,7 @@ ALONE = $(PYTEST) -n 0 -m "slow and alone" $(call durations,slow-alone) \
 
 # The tests of `test`, `test-extras` and `slow`, collected once instead of three times.
 test-all: $(VENV)/.test
-	@$(PYTEST) -m "not (programs or interpreted or $(REST))" $(call durations,all) $(TEST) $(NONE)
+	@$(PYTEST) -m "not (programs or interpreted or $(REST))" $(MOST) $(call durations,all) $(TEST) $(NONE)
 	@$(INTERPRET) $(call durations,all-interpreted) $(TEST) $(NONE)
 	@$(ALONE)
 
@@ -74,11 +76,13 @@ test-all: $(VENV)/.test
 programs: $(VENV)/.programs
 	@$(PYTEST) -n 0 -m programs tests/programs $(call durations,programs) $(TEST)
 
-# Compiles the portable kernels and the Hopper kernels that are not marked slow, and interprets attention. ALL=1 compiles
-# all variants and interprets all kernels (13 minutes more).
+# Compiles the variants of the portable kernels that `make test-all` does not compile with the newest Triton, and the
+# variants of all kernels that are not marked slow, and interprets attention. ALL=1 compiles all variants and interprets
+# all kernels.
 PORTABLE := tests/kernels/triton
 triton36: $(OLDEST)/.done
-	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not (gpu or hopper or interpreted)" $(PORTABLE)$(if $(ALL),,/test_compile.py) \
+	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not (gpu or hopper or interpreted)$(if $(ALL),, and (not slow or all))" \
+		$(PORTABLE)$(if $(ALL),,/test_compile.py $(PORTABLE)/test_score_mod_compile.py) \
 		tests/kernels/runtime/test_launcher_triton.py $(call durations,triton36) $(TEST) $(NONE)
 	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not (gpu or hopper $(if $(ALL),,or slow))" tests/kernels/hopper \
 		$(call durations,triton36-hopper) $(TEST) $(NONE)

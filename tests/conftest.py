@@ -2,6 +2,7 @@
 stand-ins for streams and for kernel launches.
 """
 
+import gc
 import os
 import signal
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from hypothesis import is_hypothesis_test, settings
 
 from tests import bounds, grids
 from tests.durations import Durations
-from tests.interpreted import INTERPRETED, has_interpreted_tests
+from tests.interpreted import INTERPRETED, has_interpreted_tests, skip_repeated_work
 
 TESTS = Path(__file__).parent
 # Tile rows that somebody measured on this machine's GPU must not change what tests see.
@@ -22,13 +23,16 @@ os.environ["ONCHIP_TUNED"] = "off"
 EXTRAS = ("benchmarks", "examples", "lab")
 
 settings.register_profile("onchip", deadline=None, derandomize=True)
-settings.register_profile("quick", settings.get_profile("onchip"))  # _draw_fewer_examples
+for name in ("quick", "ci"):  # see _draw_fewer_examples
+    settings.register_profile(name, settings.get_profile("onchip"))
 settings.load_profile("onchip")
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
-    torch.manual_seed(0)
+    """For a device that is not here, manual_seed formats and keeps a stack trace for later."""
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(0)
 
 
 def pytest_addoption(parser):
@@ -44,6 +48,7 @@ def pytest_configure(config):
         pytest.exit("Triton is not installed: no test is interpreted", 0)
     if INTERPRETED:
         bounds.install()
+        skip_repeated_work()
     # A background job of a shell ignores SIGINT, and so would the commands that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(Durations(config))
@@ -71,8 +76,7 @@ def pytest_collection_modifyitems(config, items):
         if _is_interpreted(item) and not INTERPRETED:
             item.add_marker(pytest.mark.skip(reason="runs with TRITON_INTERPRET=1"))
     grids.mark(items)
-    if config.getoption("--hypothesis-profile") == "quick":
-        _draw_fewer_examples({getattr(item.obj, "__func__", item.obj) for item in items})
+    _draw_fewer_examples(items, config.getoption("--hypothesis-profile"))
     if INTERPRETED:
         config.hook.pytest_deselected(items=[x for x in items if not _is_interpreted(x)])
         items[:] = filter(_is_interpreted, items)
@@ -80,11 +84,27 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-def _draw_fewer_examples(tests):
-    """A fifth of the examples. A profile cannot do this: `max_examples` of a test overrides it."""
-    for test in filter(is_hypothesis_test, tests):
+def pytest_collection_finish():
+    """The garbage collector no longer looks through the objects of all modules and tests."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # so that they are freed at the end, as without pytest
+
+
+def _draw_fewer_examples(items, profile):
+    """quick: a fifth of the examples. ci: two fifths of those of slow tests. A profile cannot do
+    this: `max_examples` of a test overrides it.
+    """
+    share = {"quick": 0.2, "ci": 0.4}.get(profile)
+    if share is None:
+        return
+    items = [x for x in items if profile == "quick" or x.get_closest_marker("slow")]
+    for test in filter(is_hypothesis_test, {getattr(x.obj, "__func__", x.obj) for x in items}):
         full = test._hypothesis_internal_use_settings
-        fewer = settings(full, max_examples=max(5, full.max_examples // 5))
+        fewer = settings(full, max_examples=max(5, int(full.max_examples * share)))
         test._hypothesis_internal_use_settings = fewer
 
 

@@ -6,6 +6,7 @@ same. `make test` runs a few in which every value of every parameter occurs. The
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 import pytest
 
@@ -22,6 +23,13 @@ def mark(items: list[pytest.Item]) -> None:
         for i, item in enumerate(group):
             if i not in kept:
                 item.add_marker("grid")
+
+
+def mark_all_after(count: int, cases: Iterable) -> list:
+    """The cases as parameters of a slow test: .ci/run runs the first `count`, and ALL=1 all."""
+    marks = lambda i: () if i < count else (pytest.mark.all,)
+    values = lambda case: case if isinstance(case, tuple) else (case,)
+    return [pytest.param(*values(case), marks=marks(i)) for i, case in enumerate(cases)]
 
 
 def values(item: pytest.Item) -> set[tuple]:

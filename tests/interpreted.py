@@ -8,6 +8,7 @@ these only the marked tests.
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,36 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 interpreted = pytest.mark.interpreted
 interpreted_or_gpu = pytest.mark.interpreted if INTERPRETED else pytest.mark.gpu
+
+
+def skip_repeated_work() -> None:
+    """Spare Triton's interpreter most of its time, in this process, without a change of results.
+
+    - It replaces the functions of `triton.language` at each launch, and again whenever the kernel
+      calls a function. From now on the functions of a module do this once in a launch.
+    - It computes whether integers overflow, and ignores the answer unless it debugs: from now on it
+      does not compute it. Addresses are checked: tests/bounds.py.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    patch, execute = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[int] = set()
+
+    def patch_lang(fn):
+        module = id(fn.__globals__)
+        if module in patched:
+            return None
+        patched.add(module)
+        return patch(fn)
+
+    def launch(self, *args, **kwargs):
+        patched.clear()
+        return execute(self, *args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_lang, launch
 
 
 def has_interpreted_tests(path: Path) -> bool:

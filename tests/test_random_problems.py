@@ -7,16 +7,24 @@ from collections import Counter
 import pytest
 
 from tests import random_problems
+from tests.grids import mark_all_after
 
 
-@pytest.mark.parametrize(
-    ("seed", "count"), [(1, 100), pytest.param(2, 1500, marks=pytest.mark.slow)]
-)
-def test_random_problems(seed, count):
+def check(seed, numbers):
     counts = Counter()
-    failures = list(random_problems.search(seed, range(count), counts))
+    failures = list(random_problems.search(seed, numbers, counts))
     assert not failures, failures
-    assert counts["served"] == count, counts
+    assert counts["served"] == len(numbers), counts
+
+
+def test_random_problems():
+    check(1, range(100))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", mark_all_after(3, range(0, 1500, 250)))
+def test_more_random_problems(first):
+    check(2, range(first, first + 250))
 
 
 def test_a_problem_depends_on_its_seed_and_number_alone():

@@ -43,12 +43,19 @@ def has(run, markers):
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 def test_every_test_is_run_by_ci():
-    """But for variants of kernels that only ALL=1 compiles."""
+    """But for the variants of kernels and the seeds that only ALL=1 runs."""
     script = (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()
     assert {"make test-all", "make programs", "make triton36"} <= set(script)
     in_ci = selected("test-all", "programs")
     assert selected("test", "test-extras", "slow", "programs") == in_ci
     assert all(markers in in_ci or {"slow", "all"} <= markers for markers in subsets())
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+def test_each_portable_kernel_is_compiled_by_the_newest_or_the_oldest_triton():
+    compiled = {frozenset({"slow"}), frozenset({"slow", "all"}), frozenset(), frozenset({"grid"})}
+    newest, oldest = selected("test-all"), selected("triton36")
+    assert compiled <= newest | oldest and not compiled <= newest and not compiled <= oldest
 
 
 def test_a_grid_keeps_every_value_of_every_parameter():

@@ -3,6 +3,7 @@
 import importlib.util
 import random
 from contextlib import nullcontext
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,7 @@ def digest(*parts):
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=6).digest(), "little")
 
 
+@lru_cache(1 << 16)  # the engine, each draft and the expected output ask for the same
 def link(salt, before, token):
     """The number written for a token. It depends on the number before it, so on all earlier tokens.
     Integers of 24 bits are exact in fp32.
@@ -30,18 +32,19 @@ def link(salt, before, token):
     return float(digest(salt, before, token) % 2**24)
 
 
+@lru_cache(1 << 14)
 def rank_tokens(numbers, sample_key):
     """All tokens with logprobs, best first, from all numbers of a sequence."""
-    draw = random.Random(digest(tuple(numbers), sample_key))
+    draw = random.Random(digest(numbers, sample_key))
     logprobs = sorted(-0.01 - draw.random() for _ in range(VOCAB))
-    return list(zip(draw.sample(range(VOCAB), VOCAB), reversed(logprobs), strict=True))
+    return tuple(zip(draw.sample(range(VOCAB), VOCAB), reversed(logprobs), strict=True))
 
 
 def next_token(numbers, request, index):
     """All beams see the same candidates; samples of one request differ."""
     key = None if request.beams else (request.rng_seed, index)
-    ranked = rank_tokens(numbers, key)
-    top = tuple(ranked) if request.beams else ()
+    ranked = rank_tokens(tuple(numbers), key)
+    top = ranked if request.beams else ()
     return SampledToken(*ranked[0], 1, top)
 
 
@@ -82,7 +85,7 @@ def search(request):
         branches = []
         for tokens, total in alive:
             numbers = numbers_of(request, [*request.prompt_token_ids, *tokens])
-            ranked = rank_tokens(numbers, None)[: 2 * width]
+            ranked = rank_tokens(tuple(numbers), None)[: 2 * width]
             branches += [((*tokens, token), total + p) for token, p in ranked]
         branches.sort(key=lambda b: -b[1])
         ended += [b for b in branches[: 2 * width] if b[0][-1] in eos]

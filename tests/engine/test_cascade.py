@@ -398,7 +398,13 @@ class Checked:
             assert row < 0 or tables.rows[row] == token
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+QUICK_SHAPES = ("tight", "ahead_late", "drafts", "draft_model_trees", "long_trees")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [s if s in QUICK_SHAPES else pytest.param(s, marks=pytest.mark.slow) for s in SHAPES],
+)
 def test_shared_pages_over_random_events(engine, alone, shape):
     engines = []
 

@@ -151,19 +151,37 @@ def test_preemption_at_any_step_changes_no_output(tiny, expected, host_pages, ov
         assert tiny.visible(last) == expected, when
 
 
+LAST_STEPS = {12: 24, 40: 18, 500: 17}  # budget: the last step after which a request runs
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("when", range(1, 40))
 @pytest.mark.parametrize("host_pages", [0, 300])
-@pytest.mark.parametrize("budget", [12, 40, 500])
+@pytest.mark.parametrize(
+    ("budget", "when"), [(n, i) for n, last in LAST_STEPS.items() for i in range(1, last + 1)]
+)
 def test_preemption_at_every_step_with_every_budget(tiny, expected, when, host_pages, budget):
     with tiny.engine(overlap=True, host_pages=host_pages, budget=budget) as one:
         tiny.ask(one)
         outputs = [output for _ in range(when) for output in one.step()]
+        assert one.scheduler.running
         for request in one.scheduler.running:
             one.scheduler.preempt(request)
         outputs += tiny.drain(one)[1]
     last = {output.request_id: output for output in outputs}
     assert tiny.visible(last) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("budget", "last"), LAST_STEPS.items())
+def test_no_request_runs_after_the_last_step(tiny, budget, last):
+    """Otherwise the test above would leave out a step."""
+    with tiny.engine(overlap=True, budget=budget) as one:
+        tiny.ask(one)
+        runs = []
+        for _ in range(last + 5):
+            one.step()
+            runs.append(bool(one.scheduler.running))
+    assert runs[last - 1] and not any(runs[last:])
 
 
 def test_forks_give_the_tokens_of_separate_requests(tiny):

@@ -13,6 +13,7 @@ from onchip.engine.speculation.ngram import NgramProposer
 from onchip.engine.speculation.speculator import Speculator
 from onchip.engine.speculation.tree import DraftTree
 from tests.engine.conftest import HashDraft
+from tests.grids import mark_all_after
 
 CONFIG = SpeculativeConfig(5, prompt_lookup_max=3, prompt_lookup_min=1)
 SIDE_LEAVES = "[(0,), (1,), (0, 0), (0, 1), (0, 2), (0, 0, 0)]"
@@ -325,7 +326,8 @@ def test_any_sequence_of_events_on_a_gpu(engine, alone, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", mark_all_after(2, range(5)))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_twenty_thousand_steps(engine, alone, shape, seed):
+    """With two seeds 33,600 steps, 15,400 of them with drafts; with all, 84,000."""
     run(engine, alone, SHAPES[shape], 100 + seed, 700)

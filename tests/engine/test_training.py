@@ -49,7 +49,7 @@ def expected_logprobs(model, tokens):
 
 
 def tensor_bytes():
-    """Bytes of all tensors of this process, each storage once."""
+    """Bytes of all tensors that tests made in this process, each storage once."""
     gc.collect()
     tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

@@ -10,6 +10,7 @@ import onchip
 from onchip.fold import offload
 from onchip.fold.offload import Offloaded, Segmentation
 from onchip.testing import assert_accurate
+from tests.grids import mark_all_after
 
 HEADS, KV_HEADS, DIM, DIM_V = 6, 2, 16, 24
 MASKS = [
@@ -229,7 +230,7 @@ print(*((p - b) / 1024 for p, b in zip(peak, before)))
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-@pytest.mark.parametrize("seqlen_q", [1, 4])
+@pytest.mark.parametrize("seqlen_q", mark_all_after(1, (4, 1)))
 def test_a_quarter_million_keys_on_disk(tmp_path, seqlen_q):
     """1 GB of keys and values in a file, against fp64, with less than 512 MB of other memory.
 

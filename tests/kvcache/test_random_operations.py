@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from onchip.kvcache import HostTier, KVCache, NoRoom, SequenceGroup, Spec
+from tests.grids import mark_all_after
 
 LAYERS = 2
 SALTS = ("blue", "gold")
@@ -305,6 +306,7 @@ def test_two_thousand_random_steps(late):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("steps", mark_all_after(1, (3_000, 8_000)))
 @pytest.mark.parametrize(
     "seed, sizes",
     [
@@ -313,8 +315,10 @@ def test_two_thousand_random_steps(late):
         (4, {"num_pages": 80, "page_size": 1, "max_seqs": 10, "host_pages": 60}),
     ],
 )
-def test_twenty_four_thousand_random_steps(late, seed, sizes):
-    """Three profiles of 8,000: page size 1 has no page that is filled in part."""
-    cases = run_random_operations(late, 8_000, seed, **sizes)
+def test_many_random_steps(late, seed, sizes, steps):
+    """Three profiles of 3,000 steps, and of 8,000 with ALL=1. Page size 1 has no page that is
+    filled in part.
+    """
+    cases = run_random_operations(late, steps, seed, **sizes)
     never = {"copied", "shared_write"} if sizes["page_size"] == 1 else set()
     assert {name for name, count in cases.items() if not count} == never, cases

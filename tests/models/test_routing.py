@@ -112,6 +112,7 @@ def test_routings_are_recorded_in_their_context_alone():
     assert all(mlp.record is None for mlp in decoder._sparse())
 
 
+@pytest.mark.slow
 def test_a_compiled_decoder_is_recorded():
     decoder, text = made("mixtral"), torch.arange(12)[None]
     with decoder.record_routing() as expected:

@@ -18,6 +18,7 @@ from onchip.parallel.attention import context_parallel_attention
 from onchip.parallel.comm import CountingComm, ParallelError, run_ranks
 from onchip.parallel.rounds import GlobalMask, count_hops, plan_round, plan_rounds
 from onchip.parallel.sharding import balanced, contiguous, striped, zigzag
+from tests.grids import mark_all_after
 from tests.parallel.cases import (
     CU,
     LAYOUTS,
@@ -32,6 +33,7 @@ from tests.parallel.cases import (
 )
 
 CPU = torch.device("cpu")
+F64, F32 = torch.float64, torch.float32
 
 
 @st.composite
@@ -84,9 +86,13 @@ def test_ranks_on_gloo_equal_one_device(pool, size, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    mark_all_after(4, [(F64, 2), (F64, 4), (F64, 8), (F32, 4), (F32, 2), (F32, 8)]),
+    ids=str,
+)
 def test_ranks_on_gloo_equal_one_device_in_every_case(pool, size, dtype):
+    """The messages of a size do not depend on the dtype: fp32 has one size, and all with ALL=1."""
     check_on_gloo(pool, size, [*grid(dtype, LAYOUTS)])
 
 
@@ -275,7 +281,13 @@ def expanded(round):
     return torch.ones(lengths, dtype=torch.bool) if visible is None else visible
 
 
-@pytest.mark.parametrize("size", [2, 8, pytest.param(64, marks=pytest.mark.slow)])
+SLOW_SIZES = [
+    pytest.param(32, marks=pytest.mark.slow),
+    pytest.param(64, marks=[pytest.mark.slow, pytest.mark.all]),
+]
+
+
+@pytest.mark.parametrize("size", [2, 8, *SLOW_SIZES])
 def test_sixteen_bits_are_as_accurate_as_one_device(size):
     """RMSE against fp64 of result and gradients, at most 1.02 times that of one device. (lse is
     fp32: 1.25, as everywhere.)

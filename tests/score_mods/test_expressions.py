@@ -12,6 +12,7 @@ from onchip.kernels.cpu.score_mod import ModifiedTile
 from onchip.score_mods import ScoreMod, trace
 from onchip.score_mods.evaluate import Cells
 from onchip.score_mods.expression import from_text, to_text
+from tests.grids import mark_all_after
 from tests.score_mods.functions import CASES, RandomFunction
 
 F64 = torch.float64
@@ -116,7 +117,7 @@ def test_random_functions(first):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 3500, 250))
+@pytest.mark.parametrize("first", mark_all_after(4, range(1000, 3500, 250)))
 def test_more_random_functions(first):
     for seed in range(first, first + 250):
         function = random_function(seed)

@@ -94,6 +94,7 @@ def test_generated_schemas(llm, schemas, temperature):
 )
 @given(st.lists(ANY, min_size=20, max_size=20), st.floats(0, 2))
 def test_a_thousand_generated_schemas(llm, schemas, temperature):
+    """50 times 20 schemas; .ci/run draws 20 times 20."""
     served = [schema for schema in schemas if is_served(llm, schema)]
     check_schemas(llm, served, round(temperature, 3))
 

@@ -8,7 +8,7 @@ import math
 import re
 import subprocess
 from collections import Counter
-from itertools import takewhile
+from itertools import product, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -660,10 +660,19 @@ def test_products_of_8_bits_stay_in_registers(launches, tmp_path, variant):
         assert machine.has(name) == (name in products[problem.precision])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("precision", ["fp8", "int8"])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+def _grid(*values: list) -> list:
+    """All combinations as parameters. Every second one, in all directions of the grid, is marked
+    `all`: with three parameters, the others have every pair of values.
+    """
+    places = product(*(range(len(of)) for of in values))
+    marks = lambda place: [pytest.mark.slow, *[pytest.mark.all] * (sum(place) % 2)]
+    choose = lambda place: [of[i] for of, i in zip(values, place, strict=True)]
+    return [pytest.param(*choose(place), marks=marks(place)) for place in places]
+
+
+@pytest.mark.parametrize(
+    ("dim", "precision", "packed"), _grid([64, 128, 256], ["fp8", "int8"], [False, True])
+)
 def test_operands_of_8_bits_stay_in_registers(launches, tmp_path, dim, precision, packed):
     from onchip.kernels.triton.quantise import prepare
 
@@ -681,9 +690,7 @@ def _check_operands(launches, folder):
         assert machine.shared <= SHARED_BYTES and _spills(machine.code) <= few
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [None, *FORMS], ids=str)
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(("dim", "form"), _grid([64, 128, 256], [None, *FORMS]), ids=str)
 def test_operands_from_pages_stay_in_registers(launches, tmp_path, dim, form):
     from onchip.kernels.triton.quantise import prepare
 
@@ -922,7 +929,10 @@ LATENT = [
 ]
 
 
-@pytest.mark.parametrize("options", LATENT, ids=range(len(LATENT)))
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(x, id=str(i), marks=[pytest.mark.slow] * (i > 0)) for i, x in enumerate(LATENT)],
+)
 def test_latent_pages_stay_in_registers(launches, tmp_path, options):
     from onchip.kernels.hopper.launch_latent import attend
 

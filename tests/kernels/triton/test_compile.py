@@ -3,6 +3,10 @@ variants.
 
 Each variant is a real call with launches that are recorded instead of run, so that the host code,
 the tile tables and the signatures are tested together.
+
+`make test` compiles the first variants of each test. Of the others .ci/run compiles every second
+one with the newest Triton, and those between, marked `all`, with the oldest (`make triton36`);
+ALL=1 compiles all of them with either.
 """
 
 import re
@@ -77,12 +81,12 @@ SLOW = [
     ("sm_80", BF16, GQA, {"causal": True, "packed": True}),
     ("sm_80", BF16, D256, {"mask": True}),
     ("sm_80", BF16, D256, EVERYTHING),
-    ("sm_80", BF16, D512, {"causal": True}),
     ("sm_80", BF16, D512, EVERYTHING),
+    ("sm_80", BF16, D512, {"causal": True}),
     ("sm_90", BF16, {"head_dim": 320, "head_dim_v": 512}, {"mask": True}),
     ("sm_90", BF16, D512 | {"num_kv_heads": 1}, {"page_size": 16, "lengths": (30, 4000)}),
-    ("gfx942", BF16, D512, EVERYTHING),
     ("gfx942", BF16, D512 | {"num_kv_heads": 1}, {"page_size": 16, "lengths": (30, 4000)}),
+    ("gfx942", BF16, D512, EVERYTHING),
     ("sm_80", BF16, LATENT, {"page_size": 16, "lengths": (30, 4000)}),
     ("sm_90", BF16, LATENT, {"page_size": 64, "lengths": (30, 4000)}),
     ("gfx942", BF16, LATENT, {"page_size": 16, "lengths": (30, 4000)}),
@@ -97,8 +101,8 @@ SLOW = [
     ("sm_90", BF16, MANY, {"page_size": 16, "lengths": (1, 1000)}),
     ("sm_90", BF16, GQA, {"page_size": 16, "lengths": (300, 4000), "causal": True}),
     ("sm_90", BF16, D64, {"page_size": 1, "lengths": (5, 4000), "window_size": (999, 0)}),
-    ("sm_90", BF16, D256, {"page_size": 64, "lengths": (300, 4000), "return_stats": True}),
     ("sm_90", FP32, D256, {"page_size": 3, "lengths": (300, 4000), "softcap": 5.0, "alibi": True}),
+    ("sm_90", BF16, D256, {"page_size": 64, "lengths": (300, 4000), "return_stats": True}),
     ("sm_80", BF16, GQA, {"page_size": 16, "lengths": (1, 4000)}),
     (
         "sm_80",
@@ -120,11 +124,14 @@ SLOW = [
     ("gfx942", BF16, GQA, {"page_size": 16, "lengths": (1, 4000), "form": INT8}),
 ]
 PLAIN = ({"causal": True}, SLOW[2][3])  # footprint.py predicts their shared memory
-VARIANTS = [pytest.param(*case, id=f"{case[0]}-{i}") for i, case in enumerate(QUICK)]
-VARIANTS += [
-    pytest.param(*case, id=f"{case[0]}-{i}", marks=pytest.mark.slow)
-    for i, case in enumerate(SLOW, len(QUICK))
-]
+
+
+def variants(cases: list[tuple], quick: int, ids: bool = False) -> list:
+    """The cases as parameters: the first ones, then alternately slow, and slow and `all`."""
+    slow, more = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.all]
+    marks = lambda i: [] if i < quick else more if (i - quick) % 2 else slow
+    name = lambda i, case: f"{case[0]}-{i}" if ids else None
+    return [pytest.param(*x, id=name(i, x), marks=marks(i)) for i, x in enumerate(cases)]
 
 
 def _holds(compiled, name: str, kwargs: dict, head_dim: int) -> None:
@@ -139,7 +146,9 @@ def _holds(compiled, name: str, kwargs: dict, head_dim: int) -> None:
     assert expected.register_bytes <= 4 * 65536
 
 
-@pytest.mark.parametrize(("arch", "dtype", "sizes", "options"), VARIANTS)
+@pytest.mark.parametrize(
+    ("arch", "dtype", "sizes", "options"), variants(QUICK + SLOW, quick=1, ids=True)
+)
 def test_compiles_within_the_chip(launches, arch, dtype, sizes, options):
     """Fits in shared memory, uses the tensor cores, and spills next to nothing in the hot loop."""
     train = (arch in ("sm_80", "sm_90") or sizes == D512) and "lengths" not in options
@@ -253,13 +262,7 @@ DERIVATIVES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("arch", "sizes", "options", "names"),
-    [
-        pytest.param(*case, marks=() if i == 0 else pytest.mark.slow)
-        for i, case in enumerate(DERIVATIVES)
-    ],
-)
+@pytest.mark.parametrize(("arch", "sizes", "options", "names"), variants(DERIVATIVES, quick=1))
 def test_tangents_compile_within_the_chip(launches, arch, sizes, options, names):
     """Of the two variants of the tangent kernel, the first: the other differs at its end. The same
     bounds of spills in the hot loop as above, and none on AMD.
@@ -372,13 +375,7 @@ PRODUCT_VARIANTS = [
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    ("arch", "rows", "dtype", "names"),
-    [
-        pytest.param(*variant, marks=() if i < 2 else pytest.mark.slow)
-        for i, variant in enumerate(PRODUCT_VARIANTS)
-    ],
-)
+@pytest.mark.parametrize(("arch", "rows", "dtype", "names"), variants(PRODUCT_VARIANTS, quick=2))
 def test_products_request_weights_before_they_wait(launches, arch, rows, dtype, names):
     """No spills. On Hopper, before the wait for the previous kernel: the first tile of the weight,
     16 bytes at a time, and the norm weight, but not x, of which other launches compute the values.
@@ -442,13 +439,7 @@ EXPERT_VARIANTS = [
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    ("arch", "tokens", "dtype", "name"),
-    [
-        pytest.param(*variant, marks=() if i < 2 else pytest.mark.slow)
-        for i, variant in enumerate(EXPERT_VARIANTS)
-    ],
-)
+@pytest.mark.parametrize(("arch", "tokens", "dtype", "name"), variants(EXPERT_VARIANTS, quick=2))
 def test_experts_do_not_spill(launches, arch, tokens, dtype, name):
     """On NVIDIA weights and rows are copied to shared memory 16 bytes at a time. Widths that are no
     multiple of this, which models do not have, are loaded element by element, and may spill. On

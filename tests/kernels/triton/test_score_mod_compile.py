@@ -20,7 +20,7 @@ from benchmarks.cross_compile import (  # noqa: E402
     compile_launch,
     read_resources,
 )
-from tests.kernels.triton.test_compile import SHARED_BYTES  # noqa: E402
+from tests.kernels.triton.test_compile import SHARED_BYTES, variants  # noqa: E402
 
 LENGTHS = (160, 200)
 SLOPES, TABLE, BIAS = torch.rand(2), torch.rand(2, 399), torch.rand(2, *LENGTHS)
@@ -47,11 +47,10 @@ def _call(arch, function, head_dim=64, lengths=LENGTHS, **options):
 QUICK = [("sm_90", 64, "relative")]
 SLOW = [(arch, 64, name) for name in FUNCTIONS for arch in ("sm_80", "sm_90", "gfx942")]
 SLOW += [("sm_90", 128, "alibi"), ("sm_80", 128, "relative"), ("sm_90", 256, "softcap")]
-VARIANTS = [pytest.param(*case) for case in QUICK]
-VARIANTS += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in QUICK]
+VARIANTS = QUICK + [case for case in SLOW if case not in QUICK]
 
 
-@pytest.mark.parametrize(("arch", "head_dim", "name"), VARIANTS)
+@pytest.mark.parametrize(("arch", "head_dim", "name"), variants(VARIANTS, quick=1))
 def test_kernels_fit_and_spill_nothing(launches, arch, head_dim, name):
     _call(arch, FUNCTIONS[name], head_dim)
     names = [launch.name for launch in launches]
