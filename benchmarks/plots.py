@@ -86,7 +86,8 @@ def meanflow_memory(rows: list[Row]):
         axes.plot(*xy({r["seqlen"]: r["value"] for r in chosen}), **OURS, label="onchip")
         axes.set_yscale("log")
         label_tokens(axes, [row["seqlen"] for row in chosen])
-        axes.set(title=f"MeanFlow, {name}", ylabel=chosen[0]["unit"], xlabel="tokens")
+        unit = f"{chosen[0]['unit']} beyond the inputs"
+        axes.set(title=f"MeanFlow, {name}", ylabel=unit, xlabel="tokens")
         axes.legend(frameon=False)
     return figure
 
@@ -127,8 +128,9 @@ def model_ratios(rows: list[Row]):
     figure = paper(1.6 + 2.2 * len(passes), 1.2 + 0.2 * len(titles))
     panels = figure.subplots(1, len(passes), sharey=True, squeeze=False)[0]
     for axes, name in zip(panels, passes, strict=True):
-        for peer in dict.fromkeys(row["best_peer"] for row in rows):
-            chosen = [r for r in rows if (r["pass"], r["best_peer"]) == (name, peer)]
+        own = [row for row in rows if row["pass"] == name]  # without bars, a label has no colour
+        for peer in dict.fromkeys(row["best_peer"] for row in own):
+            chosen = [r for r in own if r["best_peer"] == peer]
             label, color = PEERS.get(peer, (peer, "#999999"))
             places = [titles.index(layer_title(r)) for r in chosen]
             axes.barh(places, [r["ratio"] for r in chosen], color=color, label=label)

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
 
 from benchmarks import model_peers, models, models_report, plots, tables
 from benchmarks.model_calls import ModelCall
@@ -13,6 +14,7 @@ from onchip.cli import main
 from onchip.cli.bench import gpu, peers
 from onchip.cli.bench.gpu import GpuCandidate
 from onchip.cli.bench.harness import Inaccurate, Session, check_thresholds, document
+from onchip.cli.bench.plots import PEERS
 from tests.benchmarks.stand_ins import replace_clock, replace_peers
 
 CPU = torch.device("cpu")
@@ -234,3 +236,14 @@ def test_every_model_is_a_bar(rows, tmp_path):
     assert all(word in text for word in words)
     with pytest.raises(ValueError, match="no models with a peer"):
         plots.model_ratios([row | {"ratio": None} for row in rows])
+
+
+def test_the_legend_has_the_colours_of_the_bars(rows):
+    """Also of a peer that is the best of one pass alone."""
+    row = next(row for row in rows if row["ratio"] is not None)
+    chosen = [row | {"pass": "forward", "best_peer": "fa3"}]
+    chosen += [row | {"pass": "decode", "best_peer": "cudnn"}]
+    (legend,) = plots.model_ratios(chosen).legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    colours = [to_hex(patch.get_facecolor()) for patch in legend.get_patches()]
+    assert list(zip(labels, colours, strict=True)) == [PEERS["fa3"], PEERS["cudnn"]]
