@@ -74,6 +74,18 @@ def test_gradients_are_those_of_the_definition():
     torch.testing.assert_close(grad, 2 * x.detach())
 
 
+@pytest.mark.parametrize("wanted", [("k_weight",), ("q_weight", "k_weight"), ("qkv",)], ids=str)
+def test_gradients_of_some_arguments(wanted):
+    """As of frozen projections with trained norms: v does not depend on the weights of q and k."""
+    x = {"qkv": torch.randn(3, 16), "q_weight": torch.randn(4), "k_weight": torch.randn(4)}
+    leaves = [x[name].requires_grad_() for name in wanted]
+    args = (x["qkv"], None, None, x["q_weight"], x["k_weight"], (1e-6, 0.0), (2, 1))
+    both = _KernelForward.apply(pointwise.split_heads, *args), pointwise.split_heads(*args)
+    ours, usual = (torch.autograd.grad(sum(t.sin().sum() for t in heads), leaves) for heads in both)
+    for a, b in zip(ours, usual, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_split_heads_is_what_a_layer_computes():
     decoder = random_model(ModelConfig.from_hf(fields("qwen3")), seed=1)
     attention = decoder.layers[0].attention
