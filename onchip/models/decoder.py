@@ -20,7 +20,7 @@ from onchip.models.latent_attention import LatentAttention
 from onchip.models.layer_config import Layer
 from onchip.models.linear import Linear, ParameterFactory
 from onchip.models.norm import NormLayer, add_norm, optional
-from onchip.models.order_check import check_mode, check_order
+from onchip.models.order_check import DeviceDtype, check_mode, check_order, check_unmoved
 from onchip.models.pointwise import (
     Norms,
     Projections,
@@ -256,7 +256,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(config, i, factory) for i in range(config.num_layers))
         self.norm = NormLayer(config, width, factory)
         self.head = None if config.tied else factory.empty(config.vocab_size, width)
-        self._is_reproducible = False
+        self._checked_as: DeviceDtype | None = None
 
     @property
     def device(self) -> torch.device:
@@ -274,18 +274,21 @@ class Decoder(nn.Module):
     @property
     def reproducible(self) -> bool:
         """See `set_reproducible`."""
-        return self._is_reproducible
+        return self._checked_as is not None
 
     def set_reproducible(self, enabled: bool = True) -> None:
         """From now on the bits of a token's hidden states and logits depend on the weights and on
         the tokens before it alone: not on the batch, on packing, chunks, pages, nor on whether
         gradients are recorded (docs/reproducible.md). UnsupportedError: this model has a layer that
         has no such mode, is on another device than a CPU or an NVIDIA GPU, or the libraries of this
-        machine fail a check.
+        machine fail a check. After a change of device or dtype calls raise until this is called
+        again.
         """
-        if enabled and not self._is_reproducible:
+        kind = (self.device, self.dtype) if enabled else None
+        if kind is not None and kind != self._checked_as:
+            self._checked_as = None  # the check runs out of the mode
             check_order(self)
-        self._is_reproducible = enabled
+        self._checked_as = kind
 
     @property
     def layer_weights(self) -> int:
@@ -384,9 +387,10 @@ class Decoder(nn.Module):
             return self._run(tokens, positions, attend, rows)
 
     def _mode(self) -> AbstractContextManager[None]:
-        if self._is_reproducible:
+        if self._checked_as is not None:
             check_mode(self.embed)
-        return reproducible_rows(self._is_reproducible)
+            check_unmoved(self.embed, self._checked_as)
+        return reproducible_rows(self.reproducible)
 
     def _run(
         self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None

@@ -35,6 +35,8 @@ _SEQLEN = 150  # tokens: three tiles of keys
 _STEPS = (1, 300, 64, 2, 1, 200, 9, 1, 1)
 _NEEDS = "reproducible=True needs"
 
+DeviceDtype = tuple[torch.device, torch.dtype]
+
 
 def check_mode(weight: Tensor) -> None:
     """UnsupportedError where a call would not compute what `check_order` has checked."""
@@ -51,6 +53,18 @@ def check_mode(weight: Tensor) -> None:
         raise UnsupportedError(
             f"{_NEEDS} a call without torch.autocast, which rounds where an engine does not: load"
             " the model with dtype=torch.bfloat16"
+        )
+
+
+def check_unmoved(weight: Tensor, checked_as: DeviceDtype) -> None:
+    """UnsupportedError where `check_order` has checked this weight on another device, or in another
+    dtype.
+    """
+    if (weight.device, weight.dtype) != checked_as:
+        device, dtype = checked_as
+        raise UnsupportedError(
+            f"{_NEEDS} a check of each device and dtype: this model was checked on {device} in"
+            f" {dtype}, and is on {weight.device} in {weight.dtype}. Call set_reproducible() again"
         )
 
 

@@ -163,7 +163,10 @@ class _KernelForward(torch.autograd.Function):
         with torch.enable_grad(), _usual_rows():
             outs = ctx.function(*args)
         outs = outs if isinstance(outs, tuple) else (outs,)
+        # Not every result depends on the wanted arguments: the values of split_heads on no norm.
+        pairs = [(o, d) for o, d in zip(outs, douts, strict=True) if o.requires_grad]
         leaves = [t for t, wanted in zip(args, needs, strict=True) if wanted]
+        outs, douts = zip(*pairs, strict=True)
         grads = iter(torch.autograd.grad(outs, leaves, douts))
         return None, *[next(grads) if wanted else None for wanted in needs]
 

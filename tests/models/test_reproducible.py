@@ -143,6 +143,10 @@ def test_bits_of_an_element_do_not_depend_on_its_place(function, dtype):
                 assert torch.equal(part, whole[start:stop])
 
 
+def refuse(name, part, whole):
+    raise onchip.UnsupportedError(name)
+
+
 class TestRefusals:
     @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
     def test_latent_attention(self, family):
@@ -161,6 +165,20 @@ class TestRefusals:
         decoder = make("llama").to("meta")
         with pytest.raises(onchip.UnsupportedError, match="GPU with Triton, this one is on meta"):
             decoder.full(TEXT.to("meta"))
+
+    def test_another_dtype_is_checked_again(self):
+        decoder = make("llama").bfloat16()
+        with pytest.raises(onchip.UnsupportedError, match="on cpu in torch.float32, and is on cpu"):
+            decoder.full(TEXT)
+        decoder.set_reproducible()
+        assert decoder.reproducible and decoder.full(TEXT).dtype == torch.bfloat16
+
+    def test_a_check_that_fails_leaves_the_mode(self, monkeypatch):
+        decoder = make("llama").bfloat16()
+        monkeypatch.setattr(order_check, "_check_equal", refuse)
+        with pytest.raises(onchip.UnsupportedError, match="layer 0"):
+            decoder.set_reproducible()
+        assert not decoder.reproducible
 
     def test_autocast(self):
         decoder = make("llama")

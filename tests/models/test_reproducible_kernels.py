@@ -74,6 +74,18 @@ def test_gradients_are_those_of_the_definition():
     torch.testing.assert_close(grad, 2 * x.detach())
 
 
+@pytest.mark.parametrize("wanted", [("k_weight",), ("q_weight", "k_weight"), ("qkv",)], ids=str)
+def test_gradients_of_some_arguments(wanted):
+    """As of frozen projections with trained norms: v does not depend on the weights of q and k."""
+    x = {"qkv": torch.randn(3, 16), "q_weight": torch.randn(4), "k_weight": torch.randn(4)}
+    leaves = [x[name].requires_grad_() for name in wanted]
+    args = (x["qkv"], None, None, x["q_weight"], x["k_weight"], (1e-6, 0.0), (2, 1))
+    both = _KernelForward.apply(pointwise.split_heads, *args), pointwise.split_heads(*args)
+    ours, usual = (torch.autograd.grad(sum(t.sin().sum() for t in heads), leaves) for heads in both)
+    for a, b in zip(ours, usual, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_split_heads_is_what_a_layer_computes():
     decoder = random_model(ModelConfig.from_hf(fields("qwen3")), seed=1)
     attention = decoder.layers[0].attention
@@ -87,3 +99,25 @@ def test_split_heads_is_what_a_layer_computes():
     )
     for a, b in zip(ours, attention._split(qkv, rope), strict=True):
         assert torch.equal(a, b)
+
+
+@interpreted
+def test_split_heads_broadcasts_positions():
+    """One row of positions for all sequences of a batch, as the definition takes it."""
+    from onchip.kernels.llm import pointwise as kernels
+
+    qkv, turn = torch.randn(2, 3, 16), (torch.randn(3, 1, 2), torch.randn(3, 1, 2))
+    weights = torch.randn(4), torch.randn(4)
+    usual = pointwise.split_heads(qkv, *turn, *weights, (1e-6, 0.0), (2, 1))
+    ours = kernels.split_heads(qkv, (2, 1), turn, weights, (1e-6, 0.0))
+    for a, b in zip(ours, usual, strict=True):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(RuntimeError, match="expanded size"):
+        kernels.split_heads(qkv[:, :2], (2, 1), turn, weights, (1e-6, 0.0))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_split_heads_of_no_tokens(shape):
+    kernels = pytest.importorskip("onchip.kernels.llm.pointwise")
+    heads = kernels.split_heads(torch.empty(*shape, 16), (2, 1), None, None, (0.0, 0.0))
+    assert [t.shape for t in heads] == [(*shape, 2, 4), (*shape, 1, 4), (*shape, 1, 4)]

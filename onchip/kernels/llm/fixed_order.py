@@ -102,6 +102,8 @@ def multiply_by(
     tile: FixedOrderTile, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """`multiply` by a given tile."""
+    if x.shape[-1] != weight.shape[1]:  # otherwise the kernel would read outside of the rows
+        raise ValueError(f"x {tuple(x.shape)} does not fit a weight {tuple(weight.shape)}")
     a, w = as_rows(x), as_rows(weight)
     (num_rows, width), num_columns = a.shape, w.shape[0]
     out = torch.empty((*x.shape[:-1], num_columns), dtype=x.dtype, device=x.device)

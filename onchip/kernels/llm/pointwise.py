@@ -291,15 +291,18 @@ def split_heads(
     eps_offset: tuple[float, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v), each (..., heads, head_dim), of qkv (..., width): `place` with a page for each
-    token. heads: of q and of k.
+    token. heads: of q and of k. turn: (cos, sin), broadcast over the tokens.
     """
     rows, (num_heads, num_kv_heads) = as_rows(qkv), heads
     head_dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
     shape = len(rows), 1, num_kv_heads, head_dim
     pages = [torch.empty(shape, dtype=qkv.dtype, device=qkv.device) for _ in "kv"]
+    if turn is not None:  # the kernel reads a row of cos and sin for each token
+        cos, sin = (t.expand(*qkv.shape[:-1], 1, t.shape[-1]) for t in turn)
+        turn = cos, sin
     slots = torch.arange(len(rows), dtype=torch.int32, device=qkv.device)
     q = place(rows, num_heads, turn, weights, eps_offset, tuple(pages), slots)
-    q, k, v = (t.view(*qkv.shape[:-1], -1, head_dim) for t in (q, *pages))
+    q, k, v = (t.view(*qkv.shape[:-1], *t.shape[-2:]) for t in (q, *pages))
     return q, k, v
 
 

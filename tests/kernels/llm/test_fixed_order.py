@@ -47,6 +47,13 @@ def test_all_tiles_have_the_same_bits(inner, outer, dtype):
     assert len(results) == (1 if dtype == torch.float32 else len(tiles.FIXED_ORDER_TILES))
 
 
+def test_a_wrong_width_is_refused():
+    weight = torch.zeros(8, 16)
+    for wrong in (torch.zeros(3, 8), torch.zeros(3, 32)):
+        with pytest.raises(ValueError, match=r"does not fit a weight \(8, 16\)"):
+            fixed_order.multiply_by(tiles.FIXED_ORDER_TILES[-1], wrong, weight)
+
+
 def test_the_tile_of_a_product():
     """As large as leaves a program for nine of ten processors."""
     table = tiles.fixed_order_tiles(2, 227 * 1024)
