@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import onchip
@@ -425,6 +426,22 @@ def test_an_index_out_of_range_reads_no_other_memory():
     out = onchip.attention(q, k, v, score_mod=function, kernel="triton")
     assert out.isfinite().all()
     assert torch.autograd.grad(out.sum(), table)[0].isfinite().all()
+
+
+@interpreted
+@pytest.mark.parametrize("sizes", [(30, 40), (33, 45)], ids=str)
+def test_q_and_k_out_of_range_read_zero(sizes):
+    """As from tensors padded with zeros: not the tensor behind them in the same memory."""
+    tensors = torch.ones(sizes), torch.full((9,), 7.0), torch.full(sizes[1:], 0.5)
+    q, k, v = ot.make_qkv(1, 40, 63, dtype=FP32, **GQA)
+    leaves, results = [t.requires_grad_() for t in (q, *tensors)], []
+    for keys, rows in ((0, 0), (63 - sizes[1], 40 - sizes[0])):
+        bias, row = F.pad(tensors[0], (0, keys, 0, rows)), F.pad(tensors[2], (0, keys))
+        function = lambda s, b, h, q, k, bias=bias, row=row: s * row[k] + bias[q, k] + tensors[1][h]
+        out = onchip.attention(q, k, v, score_mod=function, kernel="triton")
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @interpreted_or_gpu

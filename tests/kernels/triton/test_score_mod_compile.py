@@ -75,6 +75,20 @@ def test_constant_tensors_have_no_launch(launches):
     assert [x.name for x in launches] == [f"{n}_kernel" for n in ("forward", "delta", "dkdv", "dq")]
 
 
+@pytest.mark.parametrize(("seqlen_k", "first"), [(200, 0), (203, 0), (200, 3)])
+def test_rows_are_loaded_by_vectors_where_they_are_aligned(launches, seqlen_k, first):
+    """Rows of bf16: not if their length is no multiple of 8, nor behind `first` elements of another
+    tensor in the same memory. A vector would be misaligned there.
+    """
+    bias, before = torch.rand(2, 160, seqlen_k).bfloat16(), torch.rand(first).bfloat16()
+    function = lambda s, b, h, q, k: s + (before[h] if first else 0) + bias[h, q, k]
+    _call("sm_90", function, lengths=(160, seqlen_k), captured_is_constant=True)
+    (forward,) = (launch for launch in launches if launch.name == "forward_kernel")
+    ptx = compile_launch(forward, "sm_90").asm["ptx"]
+    singles = len(re.findall(r"ld\.global\.b16", ptx))
+    assert singles == 0 if (seqlen_k, first) == (200, 0) else singles >= 64
+
+
 def test_other_lengths_take_the_same_program(launches):
     """Arguments that Triton specialises on are equal: constants, and which arguments are None."""
     for length in (200, 333):
