@@ -165,6 +165,7 @@ def main() -> None:
     losses = train(BatchPart(mesh, LAYOUTS[args.layout](cp), args.seqlen), args)
     if args.json and dist.get_rank() == 0:
         args.json.write_text(json.dumps(losses))
+    dist.barrier()  # no rank leaves while another still works
     dist.destroy_process_group()
 
 

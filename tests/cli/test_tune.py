@@ -147,6 +147,7 @@ def test_every_table_is_searched_on_the_devices_that_use_it():
         "TRITON_COLUMNS",
         "TRITON_WIDE",
         "TRITON_WIDE_AMD",
+        "TRITON_FIXED_ORDER",
         "TRITON_CHUNK_AMD",
         "TRITON_DECODE_99KB",
         "TRITON_DECODE_AMD",
