@@ -31,9 +31,7 @@ MB = 1e6
 
 
 def per_token_growth(rows: list[Row]) -> float:
-    """Bytes per token at the longest length over the bytes per token at FROM, the worse of the two
-    passes.
-    """
+    """Bytes per token at the longest length over those at the shortest, the worse of the passes."""
     growth = []
     for name in {row["pass"] for row in rows}:
         each = {r["seqlen"]: r["value"] / r["seqlen"] for r in rows if r["pass"] == name}

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 import onchip
+from benchmarks.peak import MB, per_token_growth
 from onchip.cli.bench import gpu, patterns, peers
 from onchip.cli.bench.gpu import GpuCandidate, Inputs, OutputCheck, RowSpec
 from onchip.cli.bench.harness import Case, Inaccurate, Row, Session, Threshold
@@ -39,21 +40,11 @@ WAYS = ("step", "second order")
 MOST_FORWARDS, GROWTH = 2.2, 1.05
 TEXTBOOK = 1.1  # as for gradients in the accuracy rule; both round dout and the tangent of out
 FROM = 2048  # where fixed costs are noise
-MB = 1e6
 
 
 def _forwards(rows: list[Row]) -> float:
     """The longest jvp in forwards of the same cell."""
     return max(1 / row["ratios"]["forward"][0] for row in rows)
-
-
-def _growth(rows: list[Row]) -> float:
-    """Bytes per token, of the longest length over the shortest; the worse of the passes."""
-    growth = []
-    for name in {row["pass"] for row in rows}:
-        each = {r["seqlen"]: r["value"] / r["seqlen"] for r in rows if r["pass"] == name}
-        growth.append(each[max(each)] / each[min(each)])
-    return max(growth)
 
 
 THRESHOLDS = (
@@ -68,7 +59,7 @@ THRESHOLDS = (
         "memory per token of a MeanFlow step, 8k over 2k tokens",
         lambda row: row["bench"] == "MeanFlow memory" and row["seqlen"] >= FROM,
         at_most=GROWTH,
-        measure=_growth,
+        measure=per_token_growth,
         unit="x",
     ),
 )

@@ -74,7 +74,6 @@ def gated_activation(x: Tensor, name: str) -> Tensor:
     return activate(gate, name) * up
 
 
-@forward_by_kernel
 def clamped_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:
     """(up + 1) * gate * sigmoid(alpha * gate) of a projection (..., 2 inner) that holds gate, at
     most limit, and up, limited to [-limit, limit]; in fp32 and rounded once.

@@ -209,15 +209,8 @@ class LatentStages:
         return self.low.stage(i) if C == 0 else self.high.stage(i)
 
     @gluon.jit
-    def release_keys(self, i, C: gl.constexpr):
-        """Warpgroup C has its scores of iteration i: the other one's values are keys to it."""
-        if C == 0:
-            self.high.release(i)
-        else:
-            self.low.release(i)
-
-    @gluon.jit
-    def release_values(self, i, C: gl.constexpr):
+    def release(self, i, C: gl.constexpr):
+        """Release the latent columns of warpgroup C."""
         if C == 0:
             self.low.release(i)
         else:
@@ -430,13 +423,13 @@ def consume(queries, stages, out, lengths, unit, scale, kv_head, C: gl.constexpr
     for i in range(unit.end - unit.begin):
         stages.wait_full(i)
         s = warpgroup_mma_wait(0, deps=(start_scores(queries, stages, i),))
-        stages.release_keys(i, C)
+        stages.release(i, 1 - C)  # the values of the other warpgroup are only keys to this one
         p, m, l, alpha = fold_scores(lengths, unit, scale, s, m, l, i, out.GROUP)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
         p = gl.convert_layout(p.to(dtype), P)
         acc = warpgroup_mma(p, stages.values(i, C), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        stages.release_values(i, C)
+        stages.release(i, C)
     l = gl.convert_layout(reduce_lane_sums(l, S), gl.SliceLayout(1, O))
     m = gl.convert_layout(m * scale.scale_log2, gl.SliceLayout(1, O))
     out.store(lengths, unit, kv_head, m, l, acc, C)
